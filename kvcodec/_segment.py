@@ -1,0 +1,22 @@
+"""What attention runs over: stretches of tokens, each exact or packed, with what each query sees."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from kvcodec.encoded import Encoded
+
+
+class Segment(NamedTuple):
+    """A run of tokens and the part of it that each query sees.
+
+    Query i of batch row b sees the segment's tokens start[b, i] <= t < stop[b, i].
+    """
+
+    keys: np.ndarray | Encoded
+    values: np.ndarray | Encoded
+    start: np.ndarray
+    stop: np.ndarray

@@ -1,0 +1,159 @@
+"""Every check of what a public function is given, and every message about it.
+
+Each check returns the clean value or raises one sentence that names the argument, what was given
+and what is allowed. Nothing is changed before all checks of a call have passed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvcodec.reference.fwht import PALEY_ORDERS, factor_order
+
+LARGEST_MAGNITUDE = 2.0**100
+LARGEST_HEAD_DIM = 1024
+
+
+def choice(value: object, name: str, allowed: Sequence[object]) -> object:
+    """One of the allowed values (True is not taken for 1)."""
+    for candidate in allowed:
+        if type(value) is type(candidate) and value == candidate:
+            return candidate
+    if isinstance(value, np.integer) and int(value) in allowed:
+        return int(value)
+    text = ", ".join(str(candidate) for candidate in allowed)
+    raise ValueError(f"{name} must be one of {text}, but {value!r} was given.")
+
+
+def integer(value: object, name: str, low: int, high: int | None = None) -> int:
+    """A whole number in [low, high]."""
+    limit = f"of at least {low}" if high is None else f"from {low} to {high}"
+    is_whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if not is_whole or value < low or (high is not None and value > high):
+        raise ValueError(f"{name} must be a whole number {limit}, but {value!r} was given.")
+    return int(value)
+
+
+def boolean(value: object, name: str) -> bool:
+    """True or False."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise ValueError(f"{name} must be True or False, but {value!r} was given.")
+    return bool(value)
+
+
+def positive(value: object, name: str) -> float:
+    """A finite number above zero."""
+    is_number = isinstance(value, (int, float, np.integer, np.floating))
+    if not is_number or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ValueError(f"{name} must be a finite number above 0, but {value!r} was given.")
+    return float(value)
+
+
+def float_array(x: object, name: str, ndim: int | None = None) -> np.ndarray:
+    """A C-contiguous float32 array of finite values below 2^100 in magnitude.
+
+    Takes any float dtype (bfloat16 of ml_dtypes too), any strides, and whatever NumPy turns into
+    such an array.
+    """
+    try:
+        array = np.asarray(x)
+    except (ValueError, TypeError) as error:
+        raise TypeError(f"{name} must be an array of floats, but is no array: {error}.") from None
+    if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
+        raise TypeError(f"{name} must be an array of floats, but has dtype {array.dtype}.")
+    if ndim is not None and array.ndim != ndim:
+        raise ValueError(f"{name} must have {ndim} dimensions, but has shape {array.shape}.")
+    if ndim is None and array.ndim == 0:
+        raise ValueError(f"{name} must have at least 1 dimension, but is a scalar.")
+    with np.errstate(over="ignore", under="ignore"):
+        array = np.ascontiguousarray(array, dtype=np.float32)
+    if array.size:
+        largest = max(float(array.max()), -float(array.min()))
+        if not largest < LARGEST_MAGNITUDE:
+            given = "a NaN" if math.isnan(largest) else f"a magnitude of {largest:g}"
+            raise ValueError(
+                f"{name} must hold finite values below 2^100 (about 1.27e30) in magnitude, "
+                f"but holds {given}."
+            )
+    return array
+
+
+def kv_array(x: object, name: str) -> np.ndarray:
+    """A clean array (batch, heads, tokens, head_dim) with a head_dim from 1 to 1024."""
+    array = float_array(x, name, ndim=4)
+    if not 1 <= array.shape[-1] <= LARGEST_HEAD_DIM:
+        raise ValueError(
+            f"{name} must have a last axis (head_dim) of 1 to {LARGEST_HEAD_DIM}, "
+            f"but has shape {array.shape}."
+        )
+    if array.shape[0] == 0 or array.shape[1] == 0:
+        raise ValueError(
+            f"{name} must have a batch and at least one head, but has shape {array.shape}."
+        )
+    return array
+
+
+def code_array(x: object, name: str, largest: int) -> np.ndarray:
+    """A C-contiguous uint8 array of codes from 0 to `largest`."""
+    array = np.asarray(x)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"{name} must be an array of integers, but has dtype {array.dtype}.")
+    if array.ndim == 0:
+        raise ValueError(f"{name} must have at least 1 dimension, but is a scalar.")
+    if array.size and (int(array.min()) < 0 or int(array.max()) > largest):
+        raise ValueError(
+            f"{name} must hold codes from 0 to {largest}, "
+            f"but holds values from {array.min()} to {array.max()}."
+        )
+    return np.ascontiguousarray(array, dtype=np.uint8)
+
+
+def level_array(x: object, name: str) -> np.ndarray:
+    """A C-contiguous int8 array."""
+    array = np.asarray(x)
+    if array.dtype != np.int8:
+        raise TypeError(f"{name} must be an array of int8, but has dtype {array.dtype}.")
+    if array.ndim == 0:
+        raise ValueError(f"{name} must have at least 1 dimension, but is a scalar.")
+    return np.ascontiguousarray(array)
+
+
+def shaped(array: np.ndarray, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """An array of exactly this shape."""
+    if array.shape != shape:
+        raise ValueError(f"{name} must have shape {shape}, but has shape {array.shape}.")
+    return array
+
+
+def transform_order(n: int, name: str) -> int:
+    """An order for which a Hadamard matrix is known here."""
+    if factor_order(n) is None:
+        raise ValueError(
+            f"{name} must be m * 2^k with m in 1, {', '.join(map(str, PALEY_ORDERS))} "
+            f"(a Hadamard matrix of that order), but {n} was given."
+        )
+    return n
+
+
+def output_array(out: object, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """A writable C-contiguous float32 array to put a result in."""
+    if not isinstance(out, np.ndarray) or out.dtype != np.float32:
+        given = getattr(out, "dtype", type(out).__name__)
+        raise TypeError(f"{name} must be a float32 ndarray, but {given} was given.")
+    shaped(out, name, shape)
+    if not (out.flags.c_contiguous and out.flags.writeable):
+        raise ValueError(f"{name} must be C-contiguous and writable, but is not.")
+    return out
+
+
+def query_heads(q: np.ndarray, kv_shape: tuple[int, ...], name: str = "q") -> None:
+    """Queries that fit keys of shape kv_shape: batch, a multiple of the KV heads, head_dim."""
+    batch, kv_heads, _, head_dim = kv_shape
+    if q.shape[0] != batch or q.shape[1] % kv_heads or q.shape[3] != head_dim:
+        raise ValueError(
+            f"{name} must have shape ({batch}, a multiple of {kv_heads}, q_len, {head_dim}) "
+            f"for keys of shape {kv_shape}, but has shape {q.shape}."
+        )

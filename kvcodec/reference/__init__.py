@@ -1,0 +1,41 @@
+"""The textbook: every algorithm of the package in plain NumPy, one chapter a file.
+
+The functions take clean arrays (float32, right shape) and hold only the algorithm; the public
+functions of the package check what they are given and then call these, or their twins of the same
+name in the compiled fast path. Read in this order: `fwht`, `srht`, `symmetric`, `kivi`,
+`lloyd_max`, `packing`, `center`, `equalize`, `encode`, `attention`, `window`.
+"""
+
+from kvcodec.reference.attention import attend, merge, scores, value_sums
+from kvcodec.reference.center import block_means, center_blocks
+from kvcodec.reference.encode import decode, encode
+from kvcodec.reference.equalize import channel_energy
+from kvcodec.reference.fwht import fwht
+from kvcodec.reference.kivi import dequantize_asymmetric, quantize_asymmetric
+from kvcodec.reference.lloyd_max import dequantize_lloyd_max, quantize_lloyd_max
+from kvcodec.reference.packing import pack, unpack
+from kvcodec.reference.srht import inverse_srht, srht
+from kvcodec.reference.symmetric import dequantize_symmetric, quantize_symmetric
+
+__all__ = [
+    "attend",
+    "block_means",
+    "center_blocks",
+    "channel_energy",
+    "decode",
+    "dequantize_asymmetric",
+    "dequantize_lloyd_max",
+    "dequantize_symmetric",
+    "encode",
+    "fwht",
+    "inverse_srht",
+    "merge",
+    "pack",
+    "quantize_asymmetric",
+    "quantize_lloyd_max",
+    "quantize_symmetric",
+    "scores",
+    "srht",
+    "unpack",
+    "value_sums",
+]

@@ -1,0 +1,1 @@
+"""Generated codebooks; ``tools/gen_codebooks.py`` writes and checks them."""

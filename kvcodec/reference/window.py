@@ -1,0 +1,47 @@
+r"""The mixed-precision window: exact sinks, a packed body, exact recent tokens.
+
+The first few tokens ("sinks") draw attention from everywhere [1]_, the newest are the most looked
+at; both stay exact. What lies between is packed, in whole blocks: a block is packed as soon as
+all of it is older than the newest `recent` tokens, and never again. After T tokens
+
+    packed(T) = floor((T - sinks - recent) / block) * block    (0 if negative)
+
+tokens are packed, those from `sinks` on, and the exact tail holds `recent` to
+`recent + block - 1` tokens.
+
+A query at position i sees what decoding one token at a time would have shown it: the first `sinks`
+tokens and those after sinks + packed(i + 1) exactly, the ones between from their codes. So a whole
+prompt can be attended to at once with the same result as token by token.
+
+References
+----------
+.. [1] G. Xiao et al., "Efficient streaming language models with attention sinks",
+   arXiv:2309.17453.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def packed_tokens(tokens: np.ndarray | int, sinks: int, recent: int, block: int) -> np.ndarray:
+    """How many tokens, from number `sinks` on, are packed once `tokens` have been seen."""
+    ready = np.asarray(tokens, dtype=np.int64) - sinks - recent
+    return np.maximum(ready, 0) // block * block
+
+
+def window_ranges(
+    start: np.ndarray, stop: np.ndarray, positions: np.ndarray, sinks: int, recent: int, block: int
+) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
+    """Split what each query sees, start <= t < stop, into sinks, packed body and exact tail.
+
+    Returns (start, stop) for each of the three, counted from the beginning of the sequence, and
+    empty ranges as start == stop. `positions` are those of the queries.
+    """
+    body_end = sinks + packed_tokens(positions + 1, sinks, recent, block)
+    edges = [np.zeros_like(stop), np.full_like(stop, sinks), body_end, np.maximum(stop, body_end)]
+    ranges = []
+    for low, high in zip(edges[:-1], edges[1:], strict=True):
+        first = np.maximum(start, low)
+        ranges.append((first, np.maximum(np.minimum(stop, high), first)))
+    return tuple(ranges)
