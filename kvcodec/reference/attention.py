@@ -45,7 +45,7 @@ from kvcodec.reference.symmetric import dequantize_symmetric
 TILE = 64
 CENTER_QUERY_BITS = 15
 SATURATION = np.float32(2.0**126)
-SMALLEST_TILE_WEIGHT = np.float32(2.0**-119)
+SMALLEST_TILE_WEIGHT = np.float32(2.0**-112)
 
 
 def group_rows(q: np.ndarray, kv_heads: int) -> np.ndarray:
@@ -147,7 +147,7 @@ def scores(
 def round_weights(weights: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
     """Integers u of `bits` bits and the step with weights ~ u * step, over the last axis.
 
-    Weights that are all below 2^-119 become 0: their reciprocal would overflow.
+    Weights that are all below 2^-112 become 0: their reciprocal would overflow.
     """
     top = np.float32(2**bits - 1)
     largest = weights.max(axis=-1, keepdims=True, initial=0)

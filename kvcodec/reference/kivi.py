@@ -34,6 +34,7 @@ def _quantize_group(
     largest = np.float32(2**bits - 1)
     low, high = group.min(axis, keepdims=True), group.max(axis, keepdims=True)
     zero_point = round_down_to_bfloat16(low) if scale_dtype == "bfloat16" else low
+    zero_point = zero_point + np.float32(0)  # no minus zero: its sign would depend on the order
     constant = low == high
     steps = np.where(constant, np.float32(1), largest)
     scale = round_scale((high - zero_point) / steps, scale_dtype)

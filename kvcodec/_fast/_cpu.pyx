@@ -1,0 +1,53 @@
+"""What this processor and this build can do."""
+
+cdef extern from *:
+    """
+    #if defined(_OPENMP)
+    #include <omp.h>
+    static int kv_max_threads(void) { return omp_get_max_threads(); }
+    static int kv_openmp(void) { return 1; }
+    #else
+    static int kv_max_threads(void) { return 1; }
+    static int kv_openmp(void) { return 0; }
+    #endif
+
+    #if defined(__x86_64__) && defined(__GNUC__)
+    static int kv_avx2(void) {
+        __builtin_cpu_init();
+        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")
+            && __builtin_cpu_supports("bmi2");
+    }
+    static int kv_avx512(void) {
+        return kv_avx2() && __builtin_cpu_supports("avx512f")
+            && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq")
+            && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni")
+            && __builtin_cpu_supports("avx512vbmi");
+    }
+    #else
+    static int kv_avx2(void) { return 0; }
+    static int kv_avx512(void) { return 0; }
+    #endif
+    """
+    int kv_max_threads()
+    bint kv_openmp()
+    bint kv_avx2()
+    bint kv_avx512()
+
+
+def supports(str level):
+    """Whether the processor has all instructions of "baseline", "avx2" or "avx512"."""
+    if level == "avx512":
+        return kv_avx512()
+    if level == "avx2":
+        return kv_avx2()
+    return level == "baseline"
+
+
+def has_openmp():
+    """Whether the fast path was compiled with OpenMP."""
+    return kv_openmp()
+
+
+def max_threads():
+    """Threads that OpenMP would start; 1 without OpenMP."""
+    return kv_max_threads()

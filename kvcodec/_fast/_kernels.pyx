@@ -1,0 +1,13 @@
+"""The fast path at one SIMD level: every function of the reference, under the same name."""
+
+include "common.pxi"
+include "fwht.pxi"
+include "srht.pxi"
+include "symmetric.pxi"
+include "kivi.pxi"
+include "lloyd_max.pxi"
+include "packing.pxi"
+include "center.pxi"
+include "equalize.pxi"
+include "encode.pxi"
+include "attention.pxi"

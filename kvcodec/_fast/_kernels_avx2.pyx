@@ -1,0 +1,3 @@
+"""The fast path compiled for avx2."""
+
+include "_kernels.pyx"

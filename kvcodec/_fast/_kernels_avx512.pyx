@@ -1,0 +1,3 @@
+"""The fast path compiled for avx512."""
+
+include "_kernels.pyx"

@@ -1,0 +1,135 @@
+# What all chapters share: number formats, sums in a fixed order, and how many threads to start.
+
+import numpy as np
+
+from cython.parallel cimport prange, threadid
+from libc.math cimport INFINITY, frexp, ldexp, log, exp, sqrt
+from libc.stdint cimport int8_t, int16_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t
+from libc.string cimport memcpy, memset
+
+from kvcodec._backend import num_threads
+from kvcodec.reference._numbers import store
+from kvcodec.reference.fwht import factor_order, inverse_square_root, paley_matrix
+
+cdef extern from "simd.h" nogil:
+    float round_even(float x)
+    float bits_to_float(uint32_t u)
+    uint32_t float_to_bits(float f)
+    float exp_nonpositive(float x)
+    void butterflies(float *x, Py_ssize_t n)
+    void count_boundaries(const float *x, Py_ssize_t n, float inverse, const float *boundaries,
+                          int count, uint8_t *codes)
+
+cdef enum:
+    GRAIN = 32768  # below about this many elements a call ends before a second thread has started
+
+
+cdef int threads_for(Py_ssize_t elements):
+    return num_threads() if elements >= GRAIN else 1
+
+
+cdef inline float round_scale(float scale, bint bfloat16) noexcept nogil:
+    if scale <= 0:
+        return 0
+    if bfloat16:
+        scale = bits_to_float((float_to_bits(scale) + 0xFFFFu) & 0xFFFF0000u)
+    return scale if scale > 1.1754944e-38 else <float>1.1754943508222875e-38
+
+
+cdef inline float round_down_to_bfloat16(float x) noexcept nogil:
+    cdef uint32_t bits = float_to_bits(x)
+    return bits_to_float((bits + (0xFFFFu if bits >> 31 else 0u)) & 0xFFFF0000u)
+
+
+cdef inline float reciprocal(float scale) noexcept nogil:
+    return 1 / scale if scale > 0 else 0
+
+
+cdef inline float largest_magnitude(const float *x, Py_ssize_t n) noexcept nogil:
+    """max |x_i|; non-negative floats are ordered like their bits, which vectorizes."""
+    cdef const int32_t *bits = <const int32_t *> x
+    cdef int32_t largest = 0, magnitude
+    cdef Py_ssize_t i
+    for i in range(n):
+        magnitude = bits[i] & 0x7FFFFFFF
+        largest = magnitude if magnitude > largest else largest
+    return bits_to_float(largest)
+
+
+cdef inline float sum_of_16(float *lane) noexcept nogil:
+    """The tree of halves at the end of a sum in 16 lanes."""
+    cdef int i
+    for i in range(8):
+        lane[i] = lane[i] + lane[i + 8]
+    for i in range(4):
+        lane[i] = lane[i] + lane[i + 4]
+    return (lane[0] + lane[2]) + (lane[1] + lane[3])
+
+
+cdef inline float dot_16(const float *a, const float *b, Py_ssize_t n) noexcept nogil:
+    """Dot product in 16 lanes of float32."""
+    cdef float lane[16]
+    cdef Py_ssize_t i, j
+    for j in range(16):
+        lane[j] = 0
+    for i in range(0, n - 15, 16):
+        for j in range(16):
+            lane[j] = lane[j] + a[i + j] * b[i + j]
+    for j in range(n - n % 16, n):
+        lane[j % 16] = lane[j % 16] + a[j] * b[j]
+    return sum_of_16(lane)
+
+
+cdef inline double sum_of_8(double *lane) noexcept nogil:
+    cdef int i
+    for i in range(4):
+        lane[i] = lane[i] + lane[i + 4]
+    return (lane[0] + lane[2]) + (lane[1] + lane[3])
+
+
+cdef inline double sum_of_squares(const float *x, Py_ssize_t n) noexcept nogil:
+    """Sum of squares in 8 lanes of float64; the squares themselves are exact."""
+    cdef double lane[8]
+    cdef Py_ssize_t i, j
+    for j in range(8):
+        lane[j] = 0
+    for i in range(0, n - 7, 8):
+        for j in range(8):
+            lane[j] = lane[j] + <double> x[i + j] * x[i + j]
+    for j in range(n - n % 8, n):
+        lane[j % 8] = lane[j % 8] + <double> x[j] * x[j]
+    return sum_of_8(lane)
+
+
+cdef inline int32_t dot_int8(const int8_t *a, const int8_t *b, Py_ssize_t n) noexcept nogil:
+    cdef int32_t total = 0
+    cdef Py_ssize_t i
+    for i in range(n):
+        total = total + <int32_t> a[i] * b[i]
+    return total
+
+
+cdef inline float load_scale(const void *stored, Py_ssize_t index, bint bfloat16) noexcept nogil:
+    if bfloat16:
+        return bits_to_float(<uint32_t> (<const uint16_t *> stored)[index] << 16)
+    return (<const float *> stored)[index]
+
+
+cdef inline void store_scale(void *stored, Py_ssize_t index, float scale,
+                             bint bfloat16) noexcept nogil:
+    if bfloat16:
+        (<uint16_t *> stored)[index] = float_to_bits(scale) >> 16
+    else:
+        (<float *> stored)[index] = scale
+
+
+cdef Py_ssize_t rows_of(x):
+    """Rows of an array whose last axis is the vector."""
+    return x.size // x.shape[-1] if x.shape[-1] else 0
+
+
+cdef const void *address(x):
+    """Where the elements of a NumPy array are; NULL for None and for an empty array."""
+    if x is None or x.size == 0:
+        return NULL
+    return <const void *> <size_t> x.ctypes.data

@@ -1,0 +1,307 @@
+# Encoding and decoding. All six steps run on one block of tokens while it lies in the cache: copy,
+# center, weigh, rotate in place, then code and pack row by row. Threads take blocks, which are
+# independent of each other, so the bytes depend neither on threads nor on how many blocks there are.
+
+from functools import lru_cache
+
+from kvcodec.encoded import Encoded
+
+cdef enum:
+    SYMMETRIC = 0
+    ASYMMETRIC = 1
+    LLOYD_MAX = 2
+
+
+cdef struct Plan:
+    int code
+    int bits
+    int width                  # bits in the packed row: 4 for padded 3-bit codes
+    bint bfloat16
+    bint center
+    bint rotated
+    bint by_token              # groups of an asymmetric code extend along tokens
+    Py_ssize_t block
+    Py_ssize_t group_size      # head_dim where one scale serves a token
+    Py_ssize_t groups          # groups of channels
+    Py_ssize_t n
+    Py_ssize_t row_bytes
+    const int8_t *levels       # 2^width entries
+    Book book
+    const Rotation *rotation
+
+
+cdef class CodecPlan:
+    """A codec at one head_dim as plain C, with the arrays that its pointers lead to."""
+    cdef Plan plan
+    cdef RotationTables rotation
+    cdef object levels
+    cdef object boundaries
+
+    def __init__(self, codec, Py_ssize_t n):
+        cdef Plan *plan = &self.plan
+        plan.code = {"symmetric": SYMMETRIC, "asymmetric": ASYMMETRIC}.get(codec.code, LLOYD_MAX)
+        plan.bits = codec.bits
+        plan.width = 4 if codec.layout == "padded" else codec.bits
+        plan.bfloat16 = codec.scale_dtype == "bfloat16"
+        plan.center = bool(codec.center)
+        plan.by_token = codec.code == "asymmetric" and codec.group_axis == "token"
+        plan.block = codec.block
+        plan.group_size = codec.group_size if codec.code == "asymmetric" else n
+        plan.groups = (n + plan.group_size - 1) // plan.group_size
+        plan.n = n
+        plan.row_bytes = (n * plan.width + 7) // 8
+        levels = codec.levels(n)
+        self.levels = np.ascontiguousarray(np.resize(levels, 1 << plan.width))
+        plan.levels = <const int8_t *> address(self.levels)
+        if plan.code == LLOYD_MAX:
+            book = codec.codebook(n)
+            self.boundaries = book.boundaries.astype(np.float32)
+            plan.book.levels = plan.levels
+            plan.book.boundaries = <const float *> address(self.boundaries)
+            plan.book.count = self.boundaries.size
+            plan.book.step = book.step
+            plan.book.least_squares = codec.scale_rule == "least_squares"
+        plan.rotated = codec.rotation != "none"
+        if plan.rotated:
+            signs = codec.signs(n) if codec.rotation == "srht" else None
+            self.rotation = RotationTables(n, signs)
+            plan.rotation = &self.rotation.rotation
+
+
+@lru_cache(maxsize=256)
+def plan_for(codec, head_dim):
+    """The plan of a codec, made once."""
+    return CodecPlan(codec, head_dim)
+
+
+cdef struct Side:
+    # Keys or values of one segment: an exact array, or the arrays of an Encoded.
+    const float *exact
+    const uint8_t *packed
+    void *scale
+    void *zero_point
+    const int8_t *center_levels
+    const void *center_scale
+    const float *weights
+    const Plan *plan
+    Py_ssize_t tokens
+    Py_ssize_t n
+    Py_ssize_t token_groups    # groups of tokens
+    Py_ssize_t blocks
+
+
+cdef Side side_of(x):
+    """The pointers of a clean array or an Encoded; the caller keeps x alive."""
+    cdef Side side
+    cdef CodecPlan plan
+    memset(&side, 0, sizeof(Side))
+    side.tokens = x.shape[2]
+    side.n = x.shape[3]
+    if isinstance(x, np.ndarray):
+        side.exact = <const float *> address(x)
+        return side
+    plan = plan_for(x.codec, x.head_dim)
+    side.plan = &plan.plan
+    side.packed = <const uint8_t *> address(x.packed)
+    side.scale = <void *> address(x.scale)
+    side.zero_point = <void *> address(x.zero_point)
+    side.center_levels = <const int8_t *> address(x.center_levels)
+    side.center_scale = address(x.center_scale)
+    side.weights = <const float *> address(x.weights)
+    side.blocks = (side.tokens + plan.plan.block - 1) // plan.plan.block
+    side.token_groups = (side.tokens + plan.plan.group_size - 1) // plan.plan.group_size
+    return side
+
+
+cdef inline void rotate_row(float *x, const Plan *plan, float *scratch) noexcept nogil:
+    if plan.rotated:
+        if plan.rotation.signs != NULL:
+            sign_row(x, plan.rotation.signs, plan.n)
+        transform_row(x, plan.rotation, scratch)
+
+
+cdef inline void unrotate_row(float *x, const Plan *plan, float *scratch) noexcept nogil:
+    if plan.rotated:
+        transform_row(x, plan.rotation, scratch)
+        if plan.rotation.signs != NULL:
+            sign_row(x, plan.rotation.signs, plan.n)
+
+
+cdef struct Scratch:
+    # Of one thread: a block of rows, one row of doubles, one of floats, a block of codes.
+    float *rows
+    double *total
+    float *row
+    uint8_t *codes
+
+
+cdef inline void center_rows(float *rows, Py_ssize_t tokens, const Plan *plan, Scratch scratch,
+                             int8_t *levels, void *scales, Py_ssize_t index) noexcept nogil:
+    """Store the mean of a block and subtract what was stored."""
+    cdef Py_ssize_t n = plan.n, t, c
+    cdef float scale
+    mean_row(rows, tokens, n, scratch.total, scratch.row)
+    scale = symmetric_row(scratch.row, n, 8, plan.bfloat16, levels)
+    store_scale(scales, index, scale, plan.bfloat16)
+    for t in range(tokens):
+        for c in range(n):
+            rows[t * n + c] = rows[t * n + c] - levels[c] * scale
+
+
+cdef inline void code_rows(const float *rows, const Side *side, Py_ssize_t head, Py_ssize_t first,
+                           Py_ssize_t tokens, Scratch scratch) noexcept nogil:
+    """Scale and code the rows of a block; the codes go to scratch."""
+    cdef const Plan *plan = side.plan
+    cdef Py_ssize_t n = plan.n, token = head * side.tokens + first, t, g, c, members, at
+    cdef float *scale = scratch.row
+    cdef float *zero = scratch.row + n
+    cdef uint8_t *codes
+    cdef int half = 1 << (plan.bits - 1)
+    if plan.by_token:
+        for g in range((tokens + plan.group_size - 1) // plan.group_size):
+            t = g * plan.group_size
+            members = plan.group_size if t + plan.group_size < tokens else tokens - t
+            asymmetric_tokens(rows + t * n, members, n, plan.bits, plan.bfloat16, scale, zero,
+                              scratch.row + 2 * n, scratch.codes + t * n)
+            at = (head * side.token_groups + (first + t) // plan.group_size) * n
+            for c in range(n):
+                store_scale(side.scale, at + c, scale[c], plan.bfloat16)
+                store_scale(side.zero_point, at + c, zero[c], plan.bfloat16)
+        return
+    for t in range(tokens):
+        codes = scratch.codes + t * n
+        if plan.code == ASYMMETRIC:
+            asymmetric_channels(rows + t * n, n, plan.bits, plan.group_size, plan.bfloat16, scale,
+                                zero, codes)
+            for g in range(plan.groups):
+                store_scale(side.scale, (token + t) * plan.groups + g, scale[g], plan.bfloat16)
+                store_scale(side.zero_point, (token + t) * plan.groups + g, zero[g], plan.bfloat16)
+        elif plan.code == SYMMETRIC:
+            scale[0] = symmetric_row(rows + t * n, n, plan.bits, plan.bfloat16, <int8_t *> codes)
+            for c in range(n):
+                codes[c] = <uint8_t> (codes[c] + half)
+            store_scale(side.scale, token + t, scale[0], plan.bfloat16)
+        else:
+            scale[0] = lloyd_max_row(rows + t * n, n, &plan.book, plan.bfloat16, codes)
+            store_scale(side.scale, token + t, scale[0], plan.bfloat16)
+
+
+cdef inline void encode_block(const float *x, const Side *side, uint8_t *packed,
+                              int8_t *center_levels, void *center_scale, Py_ssize_t head,
+                              Py_ssize_t first, Py_ssize_t tokens, Scratch scratch) noexcept nogil:
+    cdef const Plan *plan = side.plan
+    cdef Py_ssize_t n = plan.n, token = head * side.tokens + first, t, c, block
+    cdef const float *weights
+    memcpy(scratch.rows, x + token * n, tokens * n * sizeof(float))
+    if plan.center:
+        block = head * side.blocks + first // plan.block
+        center_rows(scratch.rows, tokens, plan, scratch, center_levels + block * n, center_scale,
+                    block)
+    for t in range(tokens):
+        if side.weights != NULL:
+            weights = side.weights + head * n
+            for c in range(n):
+                scratch.rows[t * n + c] = scratch.rows[t * n + c] * weights[c]
+        rotate_row(scratch.rows + t * n, plan, scratch.row)
+    code_rows(scratch.rows, side, head, first, tokens, scratch)
+    for t in range(tokens):
+        pack_row(scratch.codes + t * n, n, plan.width, packed + (token + t) * plan.row_bytes)
+
+
+def encode(x, codec, weights):
+    """Encode x (batch, kv_heads, tokens, head_dim) of float32."""
+    batch, heads = x.shape[:2]
+    cdef Py_ssize_t tokens = x.shape[2], n = x.shape[3]
+    cdef CodecPlan codec_plan = plan_for(codec, n)
+    cdef const Plan *plan = &codec_plan.plan
+    # One token alone where nothing is shared would only make the tasks small.
+    cdef Py_ssize_t unit = plan.block if plan.center or plan.by_token else 64
+    cdef Py_ssize_t units = (tokens + unit - 1) // unit
+    cdef Py_ssize_t blocks = (tokens + plan.block - 1) // plan.block
+    cdef int threads = threads_for(x.size)
+
+    stored = np.uint16 if plan.bfloat16 else np.float32
+    if plan.code != ASYMMETRIC:
+        shape = (batch, heads, tokens)
+    elif plan.by_token:
+        shape = (batch, heads, (tokens + plan.group_size - 1) // plan.group_size, n)
+    else:
+        shape = (batch, heads, tokens, plan.groups)
+    encoded = Encoded(
+        codec=codec,
+        head_dim=n,
+        packed=np.empty((batch, heads, tokens, plan.row_bytes), dtype=np.uint8),
+        scale=np.empty(shape, dtype=stored),
+        zero_point=np.empty(shape, dtype=stored) if plan.code == ASYMMETRIC else None,
+        center_levels=np.empty((batch, heads, blocks, n), np.int8) if plan.center else None,
+        center_scale=np.empty((batch, heads, blocks), stored) if plan.center else None,
+        weights=weights,
+    )
+
+    cdef Side side = side_of(encoded)
+    cdef const float *source = <const float *> address(x)
+    cdef uint8_t *packed = <uint8_t *> address(encoded.packed)
+    cdef int8_t *center_levels = <int8_t *> address(encoded.center_levels)
+    cdef void *center_scale = <void *> address(encoded.center_scale)
+    cdef float[:, ::1] rows = np.empty((threads, unit * n), dtype=np.float32)
+    cdef double[:, ::1] total = np.empty((threads, n), dtype=np.float64)
+    cdef float[:, ::1] row = np.empty((threads, 3 * n), dtype=np.float32)
+    cdef uint8_t[:, ::1] codes = np.empty((threads, unit * n), dtype=np.uint8)
+    cdef Py_ssize_t task, tasks = batch * heads * units, first, members
+    cdef Scratch scratch
+    for task in prange(tasks, nogil=True, num_threads=threads, schedule="static"):
+        scratch.rows = &rows[threadid(), 0]
+        scratch.total = &total[threadid(), 0]
+        scratch.row = &row[threadid(), 0]
+        scratch.codes = &codes[threadid(), 0]
+        first = task % units * unit
+        members = unit if first + unit < tokens else tokens - first
+        encode_block(source, &side, packed, center_levels, center_scale, task // units, first,
+                     members, scratch)
+    return encoded
+
+
+cdef inline void decode_row(const Side *side, Py_ssize_t head, Py_ssize_t t, float *out,
+                            int8_t *levels, float *scratch) noexcept nogil:
+    """Undo all steps for one token."""
+    cdef const Plan *plan = side.plan
+    cdef Py_ssize_t n = plan.n, token = head * side.tokens + t, c, at, block
+    cdef float scale, zero
+    cdef int half = 1 << (plan.bits - 1)
+    unpack_row(side.packed + token * plan.row_bytes, n, plan.width, plan.levels, levels)
+    if plan.code != ASYMMETRIC:
+        scale = load_scale(side.scale, token, plan.bfloat16)
+        for c in range(n):
+            out[c] = levels[c] * scale
+    else:
+        for c in range(n):
+            if plan.by_token:
+                at = (head * side.token_groups + t // plan.group_size) * n + c
+            else:
+                at = token * plan.groups + c // plan.group_size
+            zero = load_scale(side.zero_point, at, plan.bfloat16)
+            out[c] = zero + (levels[c] + half) * load_scale(side.scale, at, plan.bfloat16)
+    unrotate_row(out, plan, scratch)
+    if side.weights != NULL:
+        for c in range(n):
+            out[c] = out[c] / side.weights[head * n + c]
+    if plan.center:
+        block = head * side.blocks + t // plan.block
+        scale = load_scale(side.center_scale, block, plan.bfloat16)
+        for c in range(n):
+            out[c] = out[c] + side.center_levels[block * n + c] * scale
+
+
+def decode(encoded):
+    """Undo all six steps."""
+    cdef Side side = side_of(encoded)
+    cdef Py_ssize_t n = encoded.head_dim, rows = rows_of(encoded.packed), row
+    cdef int threads = threads_for(rows * n)
+    out = np.empty(encoded.shape, dtype=np.float32)
+    cdef float *target = <float *> address(out)
+    cdef int8_t[:, ::1] levels = np.empty((threads, n), dtype=np.int8)
+    cdef float[:, ::1] scratch = np.empty((threads, n), dtype=np.float32)
+    for row in prange(rows, nogil=True, num_threads=threads, schedule="static"):
+        decode_row(&side, row // side.tokens, row % side.tokens, target + row * n,
+                   &levels[threadid(), 0], &scratch[threadid(), 0])
+    return out

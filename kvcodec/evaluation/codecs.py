@@ -1,0 +1,170 @@
+"""The codecs that are compared, by name.
+
+A name is a preset (``int4``), or the presets of keys and values (``lm4/lm2``), as they are in the
+package. A word behind it says what is different: ``int4 unrotated``, ``kivi2 g128``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvcodec.codec import PRESETS, Codec, codec
+
+__all__ = ["DEFAULT_NAMES", "VARIANTS", "CodecPair", "codec_pair"]
+
+HALF_PRECISION = "fp16"
+
+VARIANTS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
+    "unrotated": ({"rotation": "none"}, {"center": False, "equalize": False}),
+    "plain": ({}, {"center": False, "equalize": False}),
+    "centered": ({}, {"center": True, "equalize": False}),
+    "g128": ({"group_size": 128}, {}),
+}
+"""What each word changes: options of both sides, and options of the keys."""
+
+DEFAULT_NAMES: tuple[str, ...] = (
+    HALF_PRECISION,
+    "int8",
+    "int4 unrotated",
+    "int4 plain",
+    "int4 centered",
+    "int4",
+    "int3 plain",
+    "int3",
+    "int2 plain",
+    "int2",
+    "kivi4",
+    "kivi4 g128",
+    "kivi2",
+    "kivi2 g128",
+    "lm4/lm4 plain",
+    "lm4/lm4",
+    "lm4/lm3 plain",
+    "lm4/lm3",
+    "lm4/lm2 plain",
+    "lm4/lm2",
+    "lm3/lm3 plain",
+    "lm3/lm3",
+    "lm3/lm2 plain",
+    "lm3/lm2",
+    "lm2/lm2 plain",
+    "lm2/lm2",
+)
+"""The names that are compared where none is chosen."""
+
+
+@dataclass(frozen=True)
+class CodecPair:
+    """How keys and values are stored, under a name.
+
+    Attributes
+    ----------
+    name : str
+        The name in a table.
+    key, value : Codec or None
+        The codec of each side; None in both is float16 without a codec.
+    """
+
+    name: str
+    key: Codec | None
+    value: Codec | None
+
+    @property
+    def block(self) -> int:
+        """Tokens that leave the exact window as one unit; float16 is counted in default blocks."""
+        return Codec.block if self.key is None else self.key.block
+
+    def check_head_dims(self, key_dim: int, value_dim: int) -> None:
+        """Raise a ValueError unless keys and values of so many channels can be encoded."""
+        for side, head_dim, name in (
+            (self.key, key_dim, "the head_dim of k"),
+            (self.value, value_dim, "the head_dim of v"),
+        ):
+            if side is not None:
+                side.check_head_dim(head_dim, name)
+
+    def bits_per_value(self, key_dim: int, value_dim: int) -> float:
+        """Bits that are stored for each number of keys and values, all metadata counted.
+
+        Parameters
+        ----------
+        key_dim, value_dim : int
+            Channels of a key and of a value.
+
+        Returns
+        -------
+        float
+            The mean over keys and values.
+
+        Raises
+        ------
+        ValueError
+            If such vectors cannot be encoded.
+
+        Examples
+        --------
+        >>> from kvcodec.evaluation import codec_pair
+        >>> codec_pair("lm4/lm2 plain").bits_per_value(64, 64)
+        3.25
+        """
+        if self.key is None or self.value is None:
+            return 16.0
+        key_bits = self.key.bits_per_value(key_dim, "key") * key_dim
+        value_bits = self.value.bits_per_value(value_dim, "value") * value_dim
+        return (key_bits + value_bits) / (key_dim + value_dim)
+
+
+def codec_pair(name: str) -> CodecPair:
+    """The codecs that a name stands for.
+
+    Parameters
+    ----------
+    name : str
+        ``fp16``; or a preset, or two of keys and values such as ``lm4/lm2``, and optionally a word
+        that says what is different: ``unrotated`` (nor centered nor equalized), ``plain`` (neither
+        centered nor equalized), ``centered`` (but not equalized), ``g128`` (groups of 128).
+
+    Returns
+    -------
+    CodecPair
+        With this name.
+
+    Raises
+    ------
+    ValueError
+        If it is no such name, or the word does not apply to the preset or changes nothing.
+
+    Examples
+    --------
+    >>> from kvcodec.evaluation import codec_pair
+    >>> codec_pair("int4 unrotated").key
+    codec('int4', rotation='none', side='key', center=False, equalize=False)
+    """
+    presets, _, variant = " ".join(name.split()).partition(" ")
+    if presets == HALF_PRECISION and not variant:
+        return CodecPair(HALF_PRECISION, None, None)
+    sides = presets.split("/")
+    if len(sides) > 2 or not set(sides) <= set(PRESETS) or variant not in ("", *VARIANTS):
+        raise ValueError(
+            f"codec must be {HALF_PRECISION}, one of {', '.join(PRESETS)}, or two of them as "
+            f"lm4/lm2, and may end in {', '.join(VARIANTS)}, but {name!r} was given."
+        )
+    try:
+        pair = _pair(f"{presets} {variant}".strip(), sides, variant)
+    except ValueError as error:
+        raise ValueError(f"codec {name!r} is not possible: {error}") from None
+    if variant and _settled(pair) == _settled(_pair("", sides, "")):
+        raise ValueError(f"codec {name!r} is the same as {presets!r}: leave out {variant!r}.")
+    return pair
+
+
+def _pair(name: str, sides: list[str], variant: str) -> CodecPair:
+    shared, of_keys = VARIANTS[variant] if variant else ({}, {})
+    key = codec(sides[0], side="key", **shared, **of_keys)
+    return CodecPair(name, key, codec(sides[-1], side="value", **shared))
+
+
+def _settled(pair: CodecPair) -> tuple[Codec, Codec]:
+    return pair.key.for_side("key"), pair.value.for_side("value")
