@@ -26,6 +26,10 @@ _MODULES = {
 }
 
 
+# Elements of work below which a call ends before a second thread would have started.
+PARALLEL_FROM = 32768
+
+
 @dataclass(frozen=True)
 class _Settings:
     backend: str | None = None
@@ -33,8 +37,9 @@ class _Settings:
     num_threads: int | None = None
 
 
-_process = _Settings()
-_context: ContextVar[_Settings] = ContextVar("kvcodec_settings", default=_Settings())
+_UNSET = _Settings()
+_process = _UNSET
+_context: ContextVar[_Settings] = ContextVar("kvcodec_settings", default=_UNSET)
 
 
 def _setting(name: str) -> str | int | None:
@@ -107,7 +112,7 @@ def simd_level() -> str | None:
 
 
 def active_backend(backend: str | None = None) -> str:
-    """ "fast" or "reference": what a call with this `backend` argument uses."""
+    """Tell which of "fast" and "reference" a call with this `backend` argument uses."""
     if backend is not None:
         _choice("backend", backend, BACKENDS)
     chosen = backend or _setting("backend") or _environment().backend or "auto"

@@ -1,4 +1,4 @@
-"""What attention runs over: stretches of tokens, each exact or packed, with what each query sees."""
+"""What attention runs over: stretches of tokens, exact or packed, and what each query sees."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +18,7 @@ LARGEST_MAGNITUDE = 2.0**100
 LARGEST_HEAD_DIM = 1024
 
 
-def choice(value: object, name: str, allowed: Sequence[object]) -> object:
+def choice(value: Any, name: str, allowed: Sequence[Any]) -> Any:
     """One of the allowed values (True is not taken for 1)."""
     for candidate in allowed:
         if type(value) is type(candidate) and value == candidate:

@@ -187,8 +187,7 @@ def attention(
     k, v = _side(k, "k", "key"), _side(v, "v", "value")
     if k.shape[:3] != v.shape[:3]:
         raise ValueError(
-            f"v must have the batch, heads and tokens of k, {k.shape[:3]}, "
-            f"but has {v.shape[:3]}."
+            f"v must have the batch, heads and tokens of k, {k.shape[:3]}, but has {v.shape[:3]}."
         )
     _validate.query_heads(q, k.shape)
     causal = _validate.boolean(causal, "causal")
@@ -433,8 +432,7 @@ def encode_body(
     """Pack the tokens that have left the window at the end of the sequence."""
     if k.shape[:3] != v.shape[:3]:
         raise ValueError(
-            f"v must have the batch, heads and tokens of k, {k.shape[:3]}, "
-            f"but has {v.shape[:3]}."
+            f"v must have the batch, heads and tokens of k, {k.shape[:3]}, but has {v.shape[:3]}."
         )
     sinks = _validate.integer(sinks, "sinks", 0)
     recent = _validate.integer(recent, "recent", 0)

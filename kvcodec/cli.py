@@ -140,9 +140,7 @@ def evaluate(
     pairs = _chosen_pairs(names)
     if plot_file is not None:
         evaluation.check_plot(plot_file)
-    for file in (json_file, plot_file):
-        if file not in (None, STANDARD_OUTPUT):
-            evaluation.check_writable(file)
+    _check_files(json_file, plot_file)
     tensors = (
         evaluation.sample_tensors()
         if tensors_file is None
@@ -165,6 +163,7 @@ def evaluate(
 def info(json_file: str | None) -> None:
     """Say what is installed and which presets there are."""
     _check_environment()
+    _check_files(json_file)
     facts = get_config()
     if json_file is not None:
         _write_json(json.dumps(facts | {"presets": PRESETS}, indent=2), json_file)
@@ -183,6 +182,15 @@ def _check_environment() -> None:
         get_config()
     except RuntimeError as error:
         raise _UserError(str(error)) from None
+
+
+def _check_files(*files: str | None) -> None:
+    """Report a file that could not be written, before there is anything to write."""
+    from kvcodec.evaluation import check_writable
+
+    for file in files:
+        if file not in (None, STANDARD_OUTPUT):
+            check_writable(file)
 
 
 def _chosen_pairs(names: Sequence[str]) -> list[CodecPair]:

@@ -13,7 +13,7 @@ from kvcodec import _backend, _validate
 from kvcodec.codebook import Codebook, codebook
 from kvcodec.encoded import Encoded
 from kvcodec.packing import check_layout
-from kvcodec.quantize import ASYMMETRIC_BITS, SCALE_DTYPES
+from kvcodec.quantize import ASYMMETRIC_BITS, LLOYD_MAX_SCALE_RULES, SCALE_DTYPES
 from kvcodec.reference.center import expand_centers
 from kvcodec.reference.equalize import equalizing_weights
 from kvcodec.reference.packing import packed_bytes
@@ -26,7 +26,7 @@ ROTATIONS = ("none", "hadamard", "srht")
 CODES = {
     "symmetric": {"bits": (2, 3, 4, 8), "scale_rule": ("absmax",)},
     "asymmetric": {"bits": ASYMMETRIC_BITS, "scale_rule": ("range",)},
-    "lloyd_max": {"bits": (2, 3, 4), "scale_rule": ("norm", "least_squares")},
+    "lloyd_max": {"bits": (2, 3, 4), "scale_rule": LLOYD_MAX_SCALE_RULES},
 }
 
 
@@ -50,7 +50,7 @@ class Codec:
         Rotation of the channels before coding.
     seed : int
         Seed of the signs of "srht".
-    scale_rule : {"absmax", "range", "norm", "least_squares"}
+    scale_rule : {"absmax", "range", "norm", "least_squares", "norm_preserving", "unbiased"}
         How the scale is chosen.
     scale_dtype : {"bfloat16", "float32"}
         How scales, zero points and the scale of centers are stored.
@@ -335,8 +335,11 @@ class Codec:
         if not isinstance(encoded, Encoded):
             raise TypeError(f"encoded must be an Encoded, but is {type(encoded).__name__}.")
         made = encoded.codec
-        open_fields = {name: getattr(made, name) for name in ("side", "center", "equalize")
-                       if getattr(self, name) is None}
+        open_fields = {
+            name: getattr(made, name)
+            for name in ("side", "center", "equalize")
+            if getattr(self, name) is None
+        }
         if replace(self, **open_fields) != made:
             raise ValueError(f"encoded must be made by {self!r}, but was made by {made!r}.")
         return _backend.resolve(backend).decode(encoded)

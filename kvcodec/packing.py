@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from numpy.typing import ArrayLike, NDArray
 from numpy import uint8
+from numpy.typing import ArrayLike, NDArray
 
 from kvcodec import _backend, _validate
 from kvcodec.reference.packing import packed_bytes

@@ -22,6 +22,7 @@ __all__ = [
 SCALE_DTYPES = ("bfloat16", "float32")
 ASYMMETRIC_BITS = (2, 4, 8)
 GROUP_AXES = ("token", "channel")
+LLOYD_MAX_SCALE_RULES = ("norm", "least_squares", "norm_preserving", "unbiased")
 
 
 def quantize_symmetric(
@@ -339,7 +340,7 @@ def quantize_lloyd_max(
     scale_dtype: str = "bfloat16",
     backend: str | None = None,
 ) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-    """Lloyd-Max codes for vectors that have been rotated at random.
+    r"""Lloyd-Max codes for vectors that have been rotated at random.
 
     Each coordinate is quantized with the codebook that has the least mean squared error for a
     coordinate of a uniform unit vector of this size, times the vector's norm.
@@ -350,9 +351,10 @@ def quantize_lloyd_max(
         Rotated vectors (see `srht`); n one of `supported_head_dims`.
     bits : {2, 3, 4}
         Bits a code.
-    scale_rule : {"norm", "least_squares"}, default "norm"
-        "norm" takes the vector's norm for scale; "least_squares" the multiplier with the least
-        error for the chosen codes.
+    scale_rule : {"norm", "least_squares", "norm_preserving", "unbiased"}, default "norm"
+        "norm" takes the vector's norm for scale. The others are multipliers of the chosen levels
+        y: <x, y> / <y, y>, the least squared error; \|x\| / \|y\|, which keeps the norm; and
+        \|x\|^2 / <x, y>, which keeps the projection on x.
     scale_dtype : {"bfloat16", "float32"}, default "bfloat16"
         What the scale is rounded up to; the codes are fitted to the rounded scale.
     backend : {"auto", "fast", "reference"}, optional
@@ -389,7 +391,7 @@ def quantize_lloyd_max(
     """
     x = _vectors(x)
     bits = _validate.choice(bits, "bits", (2, 3, 4))
-    scale_rule = _validate.choice(scale_rule, "scale_rule", ("norm", "least_squares"))
+    scale_rule = _validate.choice(scale_rule, "scale_rule", LLOYD_MAX_SCALE_RULES)
     scale_dtype = _validate.choice(scale_dtype, "scale_dtype", SCALE_DTYPES)
     book = codebook(x.shape[-1], bits)
     return _backend.resolve(backend).quantize_lloyd_max(

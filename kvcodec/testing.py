@@ -315,9 +315,7 @@ class Backend(NamedTuple):
 
     def context(self) -> AbstractContextManager[None]:
         """The `kvcodec.config_context` that makes calls run this way."""
-        return config_context(
-            backend=self.backend, simd=self.simd, num_threads=self.num_threads
-        )
+        return config_context(backend=self.backend, simd=self.simd, num_threads=self.num_threads)
 
 
 def backends(threads: Iterable[int] = (1, 2)) -> list[Backend]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
-from kvcodec.testing import backends
+from kvcodec.testing import backends, exact_attention
 
 _COMMON = {
     "deadline": None,
@@ -54,6 +54,36 @@ def causal_mask(positions, tokens, window=None):
     """What queries at these positions see: tokens up to their own, the last `window` of them."""
     distance = np.asarray(positions)[..., None] - np.arange(tokens)
     return (distance >= 0) & (distance < (tokens if window is None else window))
+
+
+def token_by_token(q, k, v, key, value, sinks, recent, positions, *, window=None, **options):
+    """Decode one token after the other: pack a block once when it has left the window, attend.
+
+    Takes codecs with side and steps settled; returns the float64 output and log-sum-exp.
+    """
+    batch, q_heads, q_len, _ = q.shape
+    output = np.zeros((batch, q_heads, q_len, v.shape[3]))
+    log_sum_exp = np.zeros((batch, q_heads, q_len))
+    early = (positions < sinks + key.block).all(axis=0)
+    keys, values, end = [k[:, :, :sinks]], [v[:, :, :sinks]], sinks
+    first = {"queries": q[:, :, early]} if key.equalize else {}
+    for token in range(k.shape[2]):
+        while end + key.block + recent <= token + 1:
+            members = slice(end, end + key.block)
+            packed = key.encode(k[:, :, members], **first)
+            first = {"weights": packed.weights} if key.equalize else {}
+            keys.append(key.decode(packed))
+            values.append(value.decode(value.encode(v[:, :, members])))
+            end += key.block
+        asked = positions == token
+        if asked.any():
+            seen_k = np.concatenate([*keys, k[:, :, end:]], axis=2)[:, :, : token + 1]
+            seen_v = np.concatenate([*values, v[:, :, end:]], axis=2)[:, :, : token + 1]
+            visible = causal_mask([token], token + 1, window)
+            result = exact_attention(q, seen_k, seen_v, visible=visible, **options)
+            output = np.where(asked[:, None, :, None], result[0], output)
+            log_sum_exp = np.where(asked[:, None], result[1], log_sum_exp)
+    return output, log_sum_exp
 
 
 def relative_error(x, truth):

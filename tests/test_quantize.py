@@ -200,9 +200,7 @@ def test_least_squares_is_at_least_as_good_as_the_norm_for_every_vector(data, he
     x = data.draw(arrays((4, head_dim)))
     errors = []
     for scale_rule in ("norm", "least_squares"):
-        codes, scale = kv.quantize_lloyd_max(
-            x, bits, scale_rule=scale_rule, scale_dtype="float32"
-        )
+        codes, scale = kv.quantize_lloyd_max(x, bits, scale_rule=scale_rule, scale_dtype="float32")
         decoded = kv.dequantize_lloyd_max(codes, scale, bits)
         errors.append(((decoded.astype(np.float64) - x) ** 2).sum(axis=-1))
     assert (errors[1] <= errors[0] * (1 + 1e-5)).all()
@@ -220,9 +218,7 @@ def test_lloyd_max_decodes_to_level_times_scale(data, head_dim, bits):
 @scale_rules
 def test_distortion_on_gaussian_data_is_the_published_one(bits, published, scale_rule):
     x = np.random.default_rng(bits).standard_normal((300, 1024))
-    decoded = kv.dequantize_lloyd_max(
-        *kv.quantize_lloyd_max(x, bits, scale_rule=scale_rule), bits
-    )
+    decoded = kv.dequantize_lloyd_max(*kv.quantize_lloyd_max(x, bits, scale_rule=scale_rule), bits)
     assert relative_error(decoded, x) ** 2 == pytest.approx(published, rel=0.02)
 
 

@@ -84,12 +84,6 @@ cdef Py_ssize_t carve(char *base, Work *work, Py_ssize_t rows, Py_ssize_t n,
     return at
 
 
-cdef inline char *take(char *base, Py_ssize_t *at, Py_ssize_t size) noexcept nogil:
-    cdef char *address = base + at[0]
-    at[0] += (size + 63) // 64 * 64
-    return address
-
-
 cdef inline float normalize_row(const float *q, Py_ssize_t n, double scale,
                                 float *out) noexcept nogil:
     """Take a power of two out of a query; returns the factor of its products."""
@@ -411,6 +405,17 @@ cdef inline void add_values(const Side *values, Py_ssize_t head, Py_ssize_t firs
         add_integer_values(values, head, first, tokens, p, accumulator, bits, work)
 
 
+cdef struct Shape:
+    # How the queries are cut into tasks.
+    Py_ssize_t kv_heads
+    Py_ssize_t q_len
+    Py_ssize_t repeats         # query heads of a KV head
+    Py_ssize_t each            # positions of a task
+    Py_ssize_t slices          # tasks of a KV head
+    Py_ssize_t n               # the larger head_dim
+    Py_ssize_t accumulators
+
+
 cdef struct Task:
     # Query heads of one KV head at q_len positions from `first` on.
     Py_ssize_t batch
@@ -487,34 +492,40 @@ cdef inline void finish_row(const Part *parts, Py_ssize_t count, Py_ssize_t row,
     log_sum_exp[0] = <float> (work.largest[row] + log(work.sum[row]))
 
 
-cdef inline void attend_task(const float *q, const Part *parts, Py_ssize_t count,
-                             const Task *task, const Options *options, Py_ssize_t accumulators,
-                             float *output, float *log_sum_exp, Work *work) noexcept nogil:
-    cdef Py_ssize_t rows = task.positions * task.repeats, row, i, n = parts[0].values.n
+cdef void attend_task(const float *q, const Part *parts, Py_ssize_t count, Py_ssize_t index,
+                      const Shape *shape, const Options *options, float *output,
+                      float *log_sum_exp, char *scratch) noexcept nogil:
+    """Attend for the index-th group of queries; everything that changes is local."""
+    cdef Task task
+    cdef Work work
+    cdef Py_ssize_t rows, row, i, n = parts[0].values.n
+    task.head = index // shape.slices
+    task.batch = task.head // shape.kv_heads
+    task.first = index % shape.slices * shape.each
+    task.positions = min(shape.each, shape.q_len - task.first)
+    task.repeats = shape.repeats
+    task.q_len = shape.q_len
+    rows = task.positions * task.repeats
+    carve(scratch, &work, shape.each * shape.repeats, shape.n, shape.accumulators)
     for row in range(rows):
         work.largest[row] = -INFINITY
         work.sum[row] = 0
-    memset(work.accumulator, 0, accumulators * rows * work.n * sizeof(float))
+    memset(work.accumulator, 0, shape.accumulators * rows * work.n * sizeof(float))
     for i in range(count):
-        attend_part(q, &parts[i], task, options, accumulators, work)
+        attend_part(q, &parts[i], &task, options, shape.accumulators, &work)
     for row in range(rows):
-        i = query_index(task, row)
-        finish_row(parts, count, row, rows, output + i * n, log_sum_exp + i, work)
-
-
-cdef char *aligned(uint8_t[::1] scratch, Py_ssize_t thread_bytes, Py_ssize_t thread) noexcept nogil:
-    """The scratch of a thread, on a cache line."""
-    cdef size_t base = (<size_t> &scratch[0] + 63) // 64 * 64
-    return <char *> (base + thread * thread_bytes)
+        i = query_index(&task, row)
+        finish_row(parts, count, row, rows, output + i * n, log_sum_exp + i, &work)
 
 
 def attend(q, segments, double scale, softcap, query_bits, probability_bits):
     """Attention of q (batch, q_heads, q_len, head_dim) over all segments under one softmax."""
     cdef Part parts[8]
-    cdef Py_ssize_t count = len(segments), i, accumulators = 1
+    cdef Py_ssize_t count = len(segments), i
     cdef Options options
-    cdef Task task
-    cdef Work work
+    cdef Shape shape
+    cdef Work unused
+    shape.accumulators = 1
     options.scale = scale
     options.softcap = softcap or 0
     options.integer_query = query_bits is not None
@@ -533,18 +544,20 @@ def attend(q, segments, double scale, softcap, query_bits, probability_bits):
         parts[i].stop = <const int64_t *> address(stop)
         parts[i].accumulator = 0
         if parts[i].values.plan != NULL:
-            parts[i].accumulator = accumulators
-            accumulators += 1
+            parts[i].accumulator = shape.accumulators
+            shape.accumulators += 1
 
-    cdef Py_ssize_t kv_heads = segments[0].keys.shape[1], q_len = q.shape[2]
-    cdef Py_ssize_t repeats = q.shape[1] // kv_heads
-    cdef Py_ssize_t each = max(1, min(q_len, ROWS // repeats))
-    cdef Py_ssize_t slices = (q_len + each - 1) // each
-    cdef Py_ssize_t tasks = q.shape[0] * kv_heads * slices, index
-    cdef Py_ssize_t n = max(parts[0].keys.n, parts[0].values.n)
-    cdef Py_ssize_t thread_bytes = carve(NULL, &work, each * repeats, n, accumulators)
+    shape.kv_heads = segments[0].keys.shape[1]
+    shape.q_len = q.shape[2]
+    shape.repeats = q.shape[1] // shape.kv_heads
+    shape.each = max(1, min(shape.q_len, ROWS // shape.repeats))
+    shape.slices = (shape.q_len + shape.each - 1) // shape.each
+    shape.n = max(parts[0].keys.n, parts[0].values.n)
+    cdef Py_ssize_t tasks = q.shape[0] * shape.kv_heads * shape.slices, index
+    cdef Py_ssize_t thread_bytes = carve(NULL, &unused, shape.each * shape.repeats, shape.n,
+                                         shape.accumulators)
     seen = sum(parts[i].keys.tokens for i in range(count))
-    cdef int threads = threads_for(tasks * each * repeats * seen)
+    cdef int threads = threads_for(tasks * shape.each * shape.repeats * seen)
 
     output = np.empty((*q.shape[:3], parts[0].values.n), dtype=np.float32)
     log_sum_exp = np.empty(q.shape[:3], dtype=np.float32)
@@ -553,25 +566,33 @@ def attend(q, segments, double scale, softcap, query_bits, probability_bits):
     cdef float *target = <float *> address(output)
     cdef float *target_lse = <float *> address(log_sum_exp)
     for index in prange(tasks, nogil=True, num_threads=threads, schedule="dynamic"):
-        task.head = index // slices
-        task.batch = task.head // kv_heads
-        task.first = index % slices * each
-        task.positions = each if task.first + each < q_len else q_len - task.first
-        task.repeats = repeats
-        task.q_len = q_len
-        carve(aligned(scratch, thread_bytes, threadid()), &work, each * repeats, n, accumulators)
-        attend_task(source, parts, count, &task, &options, accumulators, target, target_lse, &work)
+        attend_task(source, parts, count, index, &shape, &options, target, target_lse,
+                    aligned(scratch, thread_bytes, threadid()))
     return output, log_sum_exp
+
+
+cdef void score_row(const float *q, const Side *keys, Py_ssize_t head, const Options *options,
+                    float *out, char *scratch) noexcept nogil:
+    """Scores of one query."""
+    cdef Work work
+    cdef Py_ssize_t tile, first, tokens
+    carve(scratch, &work, 1, keys.n, 0)
+    prepare_row(q, keys, head, 0, options, &work)
+    for tile in range((keys.tokens + TILE - 1) // TILE):
+        first = tile * TILE
+        tokens = min(<Py_ssize_t> TILE, keys.tokens - first)
+        score_tile(keys, head, first, tokens, 1, options, &work)
+        memcpy(out + first, work.scores, tokens * sizeof(float))
 
 
 def scores(q, keys, double scale, query_bits):
     """scale * q . k for rows q (batch, kv_heads, rows, head_dim)."""
     cdef Side side = side_of(keys)
     cdef Options options
-    cdef Work work
-    cdef Py_ssize_t rows = q.shape[2], n = q.shape[3], first, tokens, tile
+    cdef Work unused
+    cdef Py_ssize_t rows = q.shape[2], n = q.shape[3]
     cdef Py_ssize_t index, tasks = q.shape[0] * q.shape[1] * rows
-    cdef Py_ssize_t thread_bytes = carve(NULL, &work, 1, n, 0)
+    cdef Py_ssize_t thread_bytes = carve(NULL, &unused, 1, n, 0)
     cdef int threads = threads_for(tasks * side.tokens)
     memset(&options, 0, sizeof(Options))
     options.scale = scale
@@ -581,38 +602,41 @@ def scores(q, keys, double scale, query_bits):
     cdef const float *source = <const float *> address(q)
     cdef float *target = <float *> address(out)
     for index in prange(tasks, nogil=True, num_threads=threads, schedule="static"):
-        carve(aligned(scratch, thread_bytes, threadid()), &work, 1, n, 0)
-        prepare_row(source + index * n, &side, index // rows, 0, &options, &work)
-        for tile in range((side.tokens + TILE - 1) // TILE):
-            first = tile * TILE
-            tokens = TILE if first + TILE < side.tokens else side.tokens - first
-            score_tile(&side, index // rows, first, tokens, 1, &options, &work)
-            memcpy(target + index * side.tokens + first, work.scores, tokens * sizeof(float))
+        score_row(source + index * n, &side, index // rows, &options,
+                  target + index * side.tokens, aligned(scratch, thread_bytes, threadid()))
     return out
+
+
+cdef void value_row(const float *p, const Side *values, Py_ssize_t head, int bits, float *out,
+                    char *scratch) noexcept nogil:
+    """Value sums of one row of probabilities."""
+    cdef Work work
+    cdef Py_ssize_t tile, first, tokens
+    carve(scratch, &work, 1, values.n, 0)
+    for tile in range((values.tokens + TILE - 1) // TILE):
+        first = tile * TILE
+        tokens = min(<Py_ssize_t> TILE, values.tokens - first)
+        if values.plan != NULL:
+            unpack_tile(values, head, first, tokens, work.levels)
+        add_values(values, head, first, tokens, p + first, out, bits, &work)
 
 
 def value_sums(probabilities, values, probability_bits):
     """sum_t p_t v_t in the values' rotated domain."""
     cdef Side side = side_of(values)
-    cdef Work work
+    cdef Work unused
     cdef int bits = probability_bits or 0
-    cdef Py_ssize_t rows = probabilities.shape[2], first, tokens, tile
+    cdef Py_ssize_t rows = probabilities.shape[2]
     cdef Py_ssize_t index, tasks = probabilities.shape[0] * probabilities.shape[1] * rows
-    cdef Py_ssize_t thread_bytes = carve(NULL, &work, 1, side.n, 0)
+    cdef Py_ssize_t thread_bytes = carve(NULL, &unused, 1, side.n, 0)
     cdef int threads = threads_for(tasks * side.tokens)
     out = np.zeros((*probabilities.shape[:3], side.n), dtype=np.float32)
     cdef uint8_t[::1] scratch = np.empty(threads * thread_bytes + 64, dtype=np.uint8)
     cdef const float *source = <const float *> address(probabilities)
     cdef float *target = <float *> address(out)
     for index in prange(tasks, nogil=True, num_threads=threads, schedule="static"):
-        carve(aligned(scratch, thread_bytes, threadid()), &work, 1, side.n, 0)
-        for tile in range((side.tokens + TILE - 1) // TILE):
-            first = tile * TILE
-            tokens = TILE if first + TILE < side.tokens else side.tokens - first
-            if side.plan != NULL:
-                unpack_tile(&side, index // rows, first, tokens, work.levels)
-            add_values(&side, index // rows, first, tokens, source + index * side.tokens + first,
-                       target + index * side.n, bits, &work)
+        value_row(source + index * side.tokens, &side, index // rows, bits,
+                  target + index * side.n, aligned(scratch, thread_bytes, threadid()))
     return out
 
 

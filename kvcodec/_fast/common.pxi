@@ -7,7 +7,7 @@ from libc.math cimport INFINITY, frexp, ldexp, log, exp, sqrt
 from libc.stdint cimport int8_t, int16_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t
 from libc.string cimport memcpy, memset
 
-from kvcodec._backend import num_threads
+from kvcodec import _backend
 from kvcodec.reference._numbers import store
 from kvcodec.reference.fwht import factor_order, inverse_square_root, paley_matrix
 
@@ -20,12 +20,10 @@ cdef extern from "simd.h" nogil:
     void count_boundaries(const float *x, Py_ssize_t n, float inverse, const float *boundaries,
                           int count, uint8_t *codes)
 
-cdef enum:
-    GRAIN = 32768  # below about this many elements a call ends before a second thread has started
-
 
 cdef int threads_for(Py_ssize_t elements):
-    return num_threads() if elements >= GRAIN else 1
+    """Threads for a call: one where it would end before a second had started."""
+    return _backend.num_threads() if elements >= _backend.PARALLEL_FROM else 1
 
 
 cdef inline float round_scale(float scale, bint bfloat16) noexcept nogil:
@@ -133,3 +131,16 @@ cdef const void *address(x):
     if x is None or x.size == 0:
         return NULL
     return <const void *> <size_t> x.ctypes.data
+
+
+cdef inline char *take(char *base, Py_ssize_t *at, Py_ssize_t size) noexcept nogil:
+    """The next array of a thread's scratch, on a cache line."""
+    cdef char *address = base + at[0]
+    at[0] += (size + 63) // 64 * 64
+    return address
+
+
+cdef char *aligned(uint8_t[::1] scratch, Py_ssize_t thread_bytes, Py_ssize_t thread) noexcept nogil:
+    """The scratch of a thread, on a cache line."""
+    cdef size_t base = (<size_t> &scratch[0] + 63) // 64 * 64
+    return <char *> (base + thread * thread_bytes)

@@ -1,6 +1,6 @@
 # Encoding and decoding. All six steps run on one block of tokens while it lies in the cache: copy,
-# center, weigh, rotate in place, then code and pack row by row. Threads take blocks, which are
-# independent of each other, so the bytes depend neither on threads nor on how many blocks there are.
+# center, weigh, rotate in place, then code and pack row by row. Threads take blocks, which do not
+# depend on each other, so the bytes depend neither on threads nor on how many blocks there are.
 
 from functools import lru_cache
 
@@ -60,7 +60,7 @@ cdef class CodecPlan:
             plan.book.boundaries = <const float *> address(self.boundaries)
             plan.book.count = self.boundaries.size
             plan.book.step = book.step
-            plan.book.least_squares = codec.scale_rule == "least_squares"
+            plan.book.scale_rule = SCALE_RULES[codec.scale_rule]
         plan.rotated = codec.rotation != "none"
         if plan.rotated:
             signs = codec.signs(n) if codec.rotation == "srht" else None
@@ -128,7 +128,7 @@ cdef inline void unrotate_row(float *x, const Plan *plan, float *scratch) noexce
 
 
 cdef struct Scratch:
-    # Of one thread: a block of rows, one row of doubles, one of floats, a block of codes.
+    # Of one thread: a block of rows, a row of doubles, three of floats, a block of codes.
     float *rows
     double *total
     float *row
@@ -186,12 +186,26 @@ cdef inline void code_rows(const float *rows, const Side *side, Py_ssize_t head,
             store_scale(side.scale, token + t, scale[0], plan.bfloat16)
 
 
-cdef inline void encode_block(const float *x, const Side *side, uint8_t *packed,
+cdef Py_ssize_t carve_scratch(char *base, Scratch *scratch, Py_ssize_t unit,
+                              Py_ssize_t n) noexcept nogil:
+    """Lay the scratch of a thread out from base; returns the bytes it needs."""
+    cdef Py_ssize_t at = 0
+    scratch.rows = <float *> take(base, &at, unit * n * 4)
+    scratch.total = <double *> take(base, &at, n * 8)
+    scratch.row = <float *> take(base, &at, 3 * n * 4)
+    scratch.codes = <uint8_t *> take(base, &at, unit * n)
+    return at
+
+
+cdef void encode_block(const float *x, const Side *side, uint8_t *packed,
                               int8_t *center_levels, void *center_scale, Py_ssize_t head,
-                              Py_ssize_t first, Py_ssize_t tokens, Scratch scratch) noexcept nogil:
+                              Py_ssize_t first, Py_ssize_t tokens, char *base,
+                              Py_ssize_t unit) noexcept nogil:
     cdef const Plan *plan = side.plan
     cdef Py_ssize_t n = plan.n, token = head * side.tokens + first, t, c, block
     cdef const float *weights
+    cdef Scratch scratch
+    carve_scratch(base, &scratch, unit, n)
     memcpy(scratch.rows, x + token * n, tokens * n * sizeof(float))
     if plan.center:
         block = head * side.blocks + first // plan.block
@@ -243,21 +257,15 @@ def encode(x, codec, weights):
     cdef uint8_t *packed = <uint8_t *> address(encoded.packed)
     cdef int8_t *center_levels = <int8_t *> address(encoded.center_levels)
     cdef void *center_scale = <void *> address(encoded.center_scale)
-    cdef float[:, ::1] rows = np.empty((threads, unit * n), dtype=np.float32)
-    cdef double[:, ::1] total = np.empty((threads, n), dtype=np.float64)
-    cdef float[:, ::1] row = np.empty((threads, 3 * n), dtype=np.float32)
-    cdef uint8_t[:, ::1] codes = np.empty((threads, unit * n), dtype=np.uint8)
+    cdef Scratch unused
+    cdef Py_ssize_t thread_bytes = carve_scratch(NULL, &unused, unit, n)
+    cdef uint8_t[::1] scratch = np.empty(threads * thread_bytes + 64, dtype=np.uint8)
     cdef Py_ssize_t task, tasks = batch * heads * units, first, members
-    cdef Scratch scratch
     for task in prange(tasks, nogil=True, num_threads=threads, schedule="static"):
-        scratch.rows = &rows[threadid(), 0]
-        scratch.total = &total[threadid(), 0]
-        scratch.row = &row[threadid(), 0]
-        scratch.codes = &codes[threadid(), 0]
         first = task % units * unit
         members = unit if first + unit < tokens else tokens - first
         encode_block(source, &side, packed, center_levels, center_scale, task // units, first,
-                     members, scratch)
+                     members, aligned(scratch, thread_bytes, threadid()), unit)
     return encoded
 
 

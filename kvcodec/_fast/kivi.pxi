@@ -99,7 +99,8 @@ def dequantize_asymmetric(codes, scale, zero_point, Py_ssize_t group_size, str a
     cdef Py_ssize_t tokens = codes.shape[codes.ndim - 2], n = codes.shape[codes.ndim - 1]
     cdef Py_ssize_t rows = rows_of(codes), row, c, at
     cdef bint by_token = axis == "token"
-    cdef Py_ssize_t groups = scale.shape[scale.ndim - 2] if by_token else scale.shape[scale.ndim - 1]
+    cdef Py_ssize_t length = tokens if by_token else n
+    cdef Py_ssize_t groups = (length + group_size - 1) // group_size
     cdef int threads = threads_for(rows * n)
     out = np.empty(codes.shape, dtype=np.float32)
     cdef const uint8_t *source = <const uint8_t *> address(codes)

@@ -1,18 +1,32 @@
 # Lloyd-Max codes. The norm is a float64 sum in 8 lanes; a code is the number of boundaries below
 # the scaled value, compared a vector at a time (simd.h), which needs no branches and no search.
-# The least-squares scale takes a second pass. Threads take rows.
+# The scale rules other than "norm" take a second pass. Threads take rows.
+
+cdef enum:
+    NORM = 0
+    LEAST_SQUARES = 1
+    NORM_PRESERVING = 2
+    UNBIASED = 3
+
+cdef dict SCALE_RULES = {
+    "norm": NORM,
+    "least_squares": LEAST_SQUARES,
+    "norm_preserving": NORM_PRESERVING,
+    "unbiased": UNBIASED,
+}
+
 
 cdef struct Book:
     const int8_t *levels
     const float *boundaries
     int count
     double step
-    bint least_squares
+    int scale_rule
 
 
-cdef inline float best_scale(const float *x, const uint8_t *codes, Py_ssize_t n,
-                             const int8_t *levels) noexcept nogil:
-    """The multiplier of the chosen levels with the least squared error, <x, y> / <y, y>."""
+cdef inline float fitted_scale(const float *x, const uint8_t *codes, Py_ssize_t n, double norm,
+                               const Book *book) noexcept nogil:
+    """The scale that a rule other than "norm" gives to the chosen levels y."""
     cdef double lane[8]
     cdef double projection
     cdef int64_t energy = 0
@@ -21,13 +35,17 @@ cdef inline float best_scale(const float *x, const uint8_t *codes, Py_ssize_t n,
     for i in range(8):
         lane[i] = 0
     for i in range(n):
-        y = levels[codes[i]]
+        y = book.levels[codes[i]]
         lane[i % 8] = lane[i % 8] + <double> x[i] * y
         energy = energy + y * y
     projection = sum_of_8(lane)
-    if projection < 0:
-        projection = 0
-    return <float> (projection / <double> (energy if energy > 1 else 1))
+    if not projection > 0:
+        return 0
+    if book.scale_rule == LEAST_SQUARES:
+        return <float> (projection / <double> energy)
+    if book.scale_rule == NORM_PRESERVING:
+        return <float> (norm / sqrt(<double> energy))
+    return <float> (norm * norm / projection)
 
 
 cdef inline float lloyd_max_row(const float *x, Py_ssize_t n, const Book *book, bint bfloat16,
@@ -36,8 +54,9 @@ cdef inline float lloyd_max_row(const float *x, Py_ssize_t n, const Book *book, 
     cdef double norm = sqrt(sum_of_squares(x, n))
     cdef float scale = round_scale(<float> (norm * book.step), bfloat16)
     count_boundaries(x, n, reciprocal(scale), book.boundaries, book.count, codes)
-    if book.least_squares:
-        scale = round_scale(best_scale(x, codes, n, book.levels), bfloat16)
+    if book.scale_rule != NORM:
+        scale = round_scale(fitted_scale(x, codes, n, norm, book), bfloat16)
+    if book.scale_rule == LEAST_SQUARES:
         count_boundaries(x, n, reciprocal(scale), book.boundaries, book.count, codes)
     return scale
 
@@ -53,7 +72,7 @@ def quantize_lloyd_max(x, levels, boundaries, double step, str scale_rule, str s
     book.boundaries = <const float *> address(boundaries)
     book.count = boundaries.size
     book.step = step
-    book.least_squares = scale_rule == "least_squares"
+    book.scale_rule = SCALE_RULES[scale_rule]
     codes = np.empty(x.shape, dtype=np.uint8)
     scale = np.empty(x.shape[:-1], dtype=np.float32)
     cdef const float *source = <const float *> address(x)

@@ -21,6 +21,7 @@
 
 typedef float vfloat __attribute__((vector_size(4 * LANES)));
 typedef int32_t vint __attribute__((vector_size(4 * LANES)));
+typedef uint8_t vbyte __attribute__((vector_size(LANES)));
 
 static inline vfloat load(const float *p) { vfloat v; memcpy(&v, p, sizeof v); return v; }
 static inline void store(float *p, vfloat v) { memcpy(p, &v, sizeof v); }
@@ -96,8 +97,8 @@ static inline void count_boundaries(const float *x, Py_ssize_t n, float inverse,
         vint total = {0};
         for (int j = 0; j < count; j++)
             total -= (vint)(y > boundaries[j]);
-        for (int lane = 0; lane < LANES; lane++)
-            codes[i + lane] = (uint8_t)total[lane];
+        vbyte bytes = __builtin_convertvector(total, vbyte);
+        memcpy(codes + i, &bytes, LANES);
     }
     for (; i < n; i++) {
         float y = x[i] * inverse;

@@ -71,7 +71,7 @@ def make_table(rows: Sequence[AttentionQuality], tensors: Tensors) -> Table:
     --------
     >>> from kvcodec.evaluation import codec_pair, evaluate_attention, make_table, sample_tensors
     >>> tensors = sample_tensors()
-    >>> make_table(evaluate_attention(tensors, [codec_pair("int8")]), tensors).row_count
+    >>> make_table(evaluate_attention(tensors, [codec_pair("fp16")]), tensors).row_count
     1
     """
     from rich.table import Table
@@ -204,7 +204,7 @@ def draw_plot(
     >>> import os, tempfile
     >>> from kvcodec.evaluation import codec_pair, draw_plot, evaluate_attention, sample_tensors
     >>> tensors = sample_tensors()
-    >>> rows = evaluate_attention(tensors, [codec_pair("int8")])
+    >>> rows = evaluate_attention(tensors, [codec_pair("fp16")])
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     draw_plot(rows, tensors, os.path.join(folder, "quality.svg"))
     """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import zipfile
-import zlib
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,9 +17,6 @@ __all__ = ["Tensors", "load_tensors", "sample_tensors"]
 
 REQUIRED = ("q", "k", "v")
 OPTIONAL = "positions"
-
-DAMAGE = (ValueError, RuntimeError, EOFError, zipfile.BadZipFile, zlib.error)
-"""What reading a damaged file raises, from NumPy and from the zip archive around its arrays."""
 
 
 # Arrays have no single truth value, so a generated __eq__ would only raise.
@@ -149,8 +145,8 @@ def _read_arrays(path: str | os.PathLike[str]) -> dict[str, NDArray]:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}.") from None
     except MemoryError:
         raise ValueError(f"{path} cannot be read: an array does not fit in memory.") from None
-    except DAMAGE as error:
-        reason = str(error).rstrip(".") or "it is damaged"
+    except Exception as error:  # a damaged file makes NumPy and zipfile raise almost anything
+        reason = " ".join(str(error).split()).rstrip(".") or "it is damaged"
         raise ValueError(f"{path} cannot be read: {reason}.") from None
 
 

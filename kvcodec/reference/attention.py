@@ -57,7 +57,7 @@ def group_rows(q: np.ndarray, kv_heads: int) -> np.ndarray:
 
 
 def _product(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """left @ right in float64, rounded once to float32. Exact sums if both hold integers."""
+    """Left @ right in float64, rounded once to float32. Exact sums if both hold integers."""
     return (left.astype(np.float64) @ right.astype(np.float64)).astype(np.float32)
 
 
@@ -85,7 +85,7 @@ def round_query(q: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _products_per_token(q: np.ndarray, keys: Encoded, query_bits: int | None) -> np.ndarray:
-    """q . k' for codes with one scale a token; q is weighted and rotated like the keys."""
+    """Q . k' for codes with one scale a token; q is weighted and rotated like the keys."""
     levels, key_scale = unpack_levels(keys), load(keys.scale)[..., None, :]
     if query_bits is None:
         return _product(q, _transposed(levels)) * key_scale
@@ -94,7 +94,7 @@ def _products_per_token(q: np.ndarray, keys: Encoded, query_bits: int | None) ->
 
 
 def _products_per_group(q: np.ndarray, keys: Encoded, query_bits: int | None) -> np.ndarray:
-    """q . k for codes with a scale and a zero point for each channel of a group of tokens."""
+    """Q . k for codes with a scale and a zero point for each channel of a group of tokens."""
     levels, scale, middle = unpack_levels(keys), load(keys.scale), midpoints(keys)
     size = keys.codec.group_size
     products = np.empty((*q.shape[:-1], keys.tokens), dtype=np.float32)
@@ -112,7 +112,7 @@ def _products_per_group(q: np.ndarray, keys: Encoded, query_bits: int | None) ->
 
 
 def _products_with_centers(q: np.ndarray, keys: Encoded, query_bits: int | None) -> np.ndarray:
-    """q . c of each token's block; q is the query as it came in."""
+    """Q . c of each token's block; q is the query as it came in."""
     center_scale = load(keys.center_scale)
     if query_bits is None:
         centers = dequantize_symmetric(keys.center_levels, center_scale)
@@ -127,7 +127,7 @@ def _products_with_centers(q: np.ndarray, keys: Encoded, query_bits: int | None)
 def scores(
     q: np.ndarray, keys: np.ndarray | Encoded, scale: float, query_bits: int | None
 ) -> np.ndarray:
-    """scale * q . k for rows q (batch, kv_heads, rows, head_dim): (batch, kv_heads, rows, tokens)."""
+    """Scores of rows q (batch, kv_heads, rows, head_dim): scale * q . k for each token."""
     q, factor = normalize_query(q, scale)
     if isinstance(keys, np.ndarray):
         products = _product(q, _transposed(keys))

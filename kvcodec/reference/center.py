@@ -41,9 +41,7 @@ def center_blocks(x: np.ndarray, block: int, scale_dtype: str) -> tuple[np.ndarr
     return levels, store(scale, scale_dtype)
 
 
-def expand_centers(
-    levels: np.ndarray, scale: np.ndarray, block: int, tokens: int
-) -> np.ndarray:
+def expand_centers(levels: np.ndarray, scale: np.ndarray, block: int, tokens: int) -> np.ndarray:
     """The decoded mean of each token's block: (..., tokens, channels)."""
     centers = dequantize_symmetric(levels, load(scale))
     return centers.repeat(block, axis=-2)[..., :tokens, :]

@@ -6,7 +6,8 @@ consecutive channels [1]_. Within a group
 
     zero_point = min x,  rounded down to the stored type
     scale = (max x - zero_point) / (2^bits - 1),  rounded up
-    code_i = round_to_even((x_i - zero_point) * (1 / scale)),  decoded as zero_point + code_i * scale
+    code_i = round_to_even((x_i - zero_point) * (1 / scale))
+    x_i ~ zero_point + code_i * scale
 
 Keys can be coded only when a whole group of tokens is there; what is left over, and the newest
 `residual` tokens, stay in floating point.

@@ -11,8 +11,16 @@ levels, and the cell boundaries lie halfway between neighbors. With scale = \|x\
     code_i = number of boundaries b with x_i * (1 / scale) > b
     x_i ~ scale * levels[code_i]
 
-"norm" stores that scale. "least_squares" replaces it by the best multiplier for the chosen
-levels, <x, y> / <y, y> with y = levels[code], and then fits the codes to it once more.
+That scale is the rule "norm". The other rules replace it after the codes y = levels[code] are known:
+
+    least_squares     <x, y> / <y, y>, the least error for these codes; then the codes are fitted to
+                      it once more
+    norm_preserving   \|x\| / \|y\|, so that what is decoded has the norm of x
+    unbiased          \|x\|^2 / <x, y>, so that what is decoded projects onto x with length \|x\|
+
+A codebook's values are means of their cells, so what they decode to is shorter than x. The last two
+rules undo that at the price of a larger squared error. For attention it is worth it: a bias that all
+tokens share does not average out, while noise does.
 
 References
 ----------
@@ -53,9 +61,17 @@ def quantize_lloyd_max(
     y = levels[codes].astype(np.float64)
     projection = lane_sum(x * y, lanes=8)
     energy = lane_sum(y * y, lanes=8)
-    best = np.maximum(projection, 0) / np.maximum(energy, 1)
-    scale = round_scale(best.astype(np.float32), scale_dtype)
-    return nearest_codes(x, scale, boundaries), scale
+    nonzero = projection > 0
+    if scale_rule == "least_squares":
+        best = projection / energy
+    elif scale_rule == "norm_preserving":
+        best = norm / np.sqrt(energy)
+    else:
+        best = norm * norm / np.where(nonzero, projection, 1)
+    scale = round_scale(np.where(nonzero, best, 0).astype(np.float32), scale_dtype)
+    if scale_rule == "least_squares":
+        codes = nearest_codes(x, scale, boundaries)
+    return codes, scale
 
 
 def dequantize_lloyd_max(codes: np.ndarray, levels: np.ndarray, scale: np.ndarray) -> np.ndarray:

@@ -21,6 +21,8 @@ References
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 
 
@@ -41,7 +43,7 @@ def window_ranges(
     body_end = sinks + packed_tokens(positions + 1, sinks, recent, block)
     edges = [np.zeros_like(stop), np.full_like(stop, sinks), body_end, np.maximum(stop, body_end)]
     ranges = []
-    for low, high in zip(edges[:-1], edges[1:], strict=True):
+    for low, high in pairwise(edges):
         first = np.maximum(start, low)
         ranges.append((first, np.maximum(np.minimum(stop, high), first)))
     return tuple(ranges)
