@@ -403,19 +403,27 @@ def windowed_attention(
     _validate.query_heads(q, k.shape)
     _check_window(window, True)
     softcap = None if softcap is None else _validate.positive(softcap, "softcap")
+    scale = _softmax_scale(scale, q.shape[3])
     query_bits = _query_bits(query_bits)
+    _probability_bits(probability_bits, None)
     positions = _positions(positions, q.shape[0], q.shape[2], k.shape[2])
     body = encode_body(q, k, v, key, value, sinks, recent, positions, backend)
-    ranges = _visible(positions, k.shape[2], True, window)
-    output, log_sum_exp = _backend.resolve(backend).attend(
+    result = attend_window(
         q,
-        window_segments(k, v, body, ranges, positions, sinks, recent),
-        _softmax_scale(scale, q.shape[3]),
-        softcap,
-        query_bits,
-        _probability_bits(probability_bits, body[1]),
+        k,
+        v,
+        body,
+        positions,
+        sinks=sinks,
+        recent=recent,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        query_bits=query_bits,
+        probability_bits=probability_bits,
+        backend=backend,
     )
-    return AttentionResult(output, log_sum_exp) if return_lse else output
+    return result if return_lse else result.output
 
 
 def encode_body(
@@ -457,6 +465,39 @@ def encode_body(
     return (
         key.encode(k[:, :, sinks:end], queries=queries, backend=backend),
         value.encode(v[:, :, sinks:end], backend=backend),
+    )
+
+
+def attend_window(
+    q: NDArray[np.float32],
+    k: NDArray[np.float32],
+    v: NDArray[np.float32],
+    body: tuple[Encoded, Encoded],
+    positions: NDArray[np.int64],
+    *,
+    sinks: int,
+    recent: int,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    query_bits: int | None = 8,
+    probability_bits: int | str | None = "auto",
+    backend: str | None = None,
+) -> AttentionResult:
+    """Attend over exact sinks, a body from `encode_body` and the exact tail.
+
+    Takes checked arguments, in any memory layout; positions have shape (batch, q_len).
+    """
+    ranges = _visible(positions, k.shape[2], True, window)
+    return AttentionResult(
+        *_backend.resolve(backend).attend(
+            np.ascontiguousarray(q),
+            window_segments(k, v, body, ranges, positions, sinks, recent),
+            _softmax_scale(scale, q.shape[3]),
+            softcap,
+            query_bits,
+            _probability_bits(probability_bits, body[1]),
+        )
     )
 
 

