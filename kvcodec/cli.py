@@ -248,7 +248,8 @@ def _note_unequalized(
     names = [
         row.name
         for row, pair in zip(rows, pairs, strict=True)
-        if pair.key is not None and pair.key.for_side("key").equalize and not row.key["equalize"]
+        if pair.key is not None and row.key is not None
+        if pair.key.for_side("key").equalize and not row.key["equalize"]
     ]
     if names:
         click.echo(

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from kvcodec._backend import available_simd_levels, config_context, resolve
 from kvcodec.codebook import HEAD_DIMS
 from kvcodec.codec import PRESETS, ROTATIONS, SIDES, Codec, codec
-from kvcodec.quantize import SCALE_DTYPES
+from kvcodec.quantize import LLOYD_MAX_SCALE_RULES, SCALE_DTYPES
 from kvcodec.reference.fwht import factor_order
 
 try:
@@ -287,7 +287,7 @@ def codecs(draw: st.DrawFn, side: str | None = None, head_dim: int = 64) -> Code
         options["center"] = options["block"] > 1 and draw(st.booleans())
         options["equalize"] = draw(st.booleans())
     if code == "lloyd_max":
-        options["scale_rule"] = draw(st.sampled_from(("norm", "least_squares")))
+        options["scale_rule"] = draw(st.sampled_from(LLOYD_MAX_SCALE_RULES))
     if bits == 3:
         options["layout"] = draw(st.sampled_from(("dense", "padded")))
     return codec(name, **options).for_side(side)

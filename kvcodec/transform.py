@@ -19,8 +19,15 @@ __all__ = [
 ]
 
 
-def _output(out: NDArray[np.float32] | None, x: NDArray[np.float32]) -> NDArray[np.float32]:
-    return np.empty_like(x) if out is None else _validate.output_array(out, "out", x.shape)
+def _operands(
+    x: NDArray[np.float32], out: NDArray[np.float32] | None
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Input and output: the same memory, or memory that does not overlap."""
+    if out is None:
+        return x, np.empty_like(x)
+    _validate.output_array(out, "out", x.shape)
+    same = x.ctypes.data == out.ctypes.data
+    return x.copy() if not same and np.may_share_memory(x, out) else x, out
 
 
 def fwht(
@@ -67,7 +74,7 @@ def fwht(
     """
     x = _validate.float_array(x, "x")
     _validate.transform_order(x.shape[-1], "the last axis of x")
-    out = _output(out, x)
+    x, out = _operands(x, out)
     _backend.resolve(backend).fwht(x, out)
     return out
 
@@ -121,7 +128,7 @@ def srht(
     """
     x = _validate.float_array(x, "x")
     signs = srht_signs(_validate.transform_order(x.shape[-1], "the last axis of x"), seed)
-    out = _output(out, x)
+    x, out = _operands(x, out)
     _backend.resolve(backend).srht(x, signs, out)
     return out
 
@@ -172,7 +179,7 @@ def inverse_srht(
     """
     y = _validate.float_array(y, "y")
     signs = srht_signs(_validate.transform_order(y.shape[-1], "the last axis of y"), seed)
-    out = _output(out, y)
+    y, out = _operands(y, out)
     _backend.resolve(backend).inverse_srht(y, signs, out)
     return out
 

@@ -20,8 +20,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvcodec as kv
-from kvcodec import reference
+from kvcodec import _backend, reference
 from kvcodec.codebook import HEAD_DIMS
+from kvcodec.quantize import LLOYD_MAX_SCALE_RULES, SCALE_DTYPES
 from kvcodec.reference.encode import decode_rotated
 from kvcodec.reference.fwht import factor_order
 from kvcodec.reference.packing import packed_bytes
@@ -44,7 +45,6 @@ from kvcodec.testing import (
 
 ORDERS = [n for n in range(1, 1025) if factor_order(n)]
 LAYOUTS = [(2, "dense"), (3, "dense"), (3, "padded"), (4, "dense"), (8, "dense")]
-SCALE_DTYPES = ("bfloat16", "float32")
 GROUP_SIZES = (1, 5, 32, 128)
 EPSILON = 2.0**-20
 
@@ -66,8 +66,6 @@ class Case:
 def rng(seed):
     return np.random.default_rng(seed)
 
-
-# Small shapes, and some that are large enough for a second thread.
 
 seeds = st.integers(0, 2**64 - 1)
 short_seeds = st.integers(0, 2**32 - 1)
@@ -473,7 +471,7 @@ TABLE = [
                 x, bits, scale_rule=rule, scale_dtype=dtype
             ),
         )
-        for bits, rule, dtype in product((2, 3, 4), ("norm", "least_squares"), SCALE_DTYPES)
+        for bits, rule, dtype in product((2, 3, 4), LLOYD_MAX_SCALE_RULES, SCALE_DTYPES)
     ),
     *(
         Case(
@@ -637,14 +635,15 @@ TABLE = [
 # The tests
 
 
-@pytest.fixture(scope="module")
-def fast_path():
-    """Skip without the fast path, or fail where KVCODEC_REQUIRE_FAST says that it must be there."""
+@pytest.fixture
+def fast_path(monkeypatch):
+    """Start threads for the least work; skip without the fast path, or fail if it is required."""
     if len(backends()) == 1:
         reason = f"no compiled fast path here: {kv.get_config()['fast_path_error']}"
         if os.environ.get("KVCODEC_REQUIRE_FAST") == "1":
             pytest.fail(reason)
         pytest.skip(reason)
+    monkeypatch.setattr(_backend, "PARALLEL_FROM", 0)
 
 
 @pytest.mark.usefixtures("fast_path")
@@ -687,4 +686,4 @@ def test_fast_modules_have_the_names_of_the_reference():
     for backend in backends()[1:]:
         with backend.context():
             for name in reference.__all__:
-                assert callable(getattr(kv._backend.resolve(), name))
+                assert callable(getattr(_backend.resolve(), name))

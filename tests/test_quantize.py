@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import kvcodec as kv
 from kvcodec.codebook import HEAD_DIMS
+from kvcodec.quantize import LLOYD_MAX_SCALE_RULES
 from kvcodec.testing import arrays, assert_same_bits, kv_arrays, sizes
 
 pytestmark = pytest.mark.usefixtures("backend")
@@ -17,7 +18,7 @@ scale_dtypes = pytest.mark.parametrize("scale_dtype", ["bfloat16", "float32"])
 symmetric_bits = pytest.mark.parametrize("bits", [2, 3, 4, 8])
 asymmetric_bits = pytest.mark.parametrize("bits", [2, 4, 8])
 lloyd_max_bits = pytest.mark.parametrize("bits", [2, 3, 4])
-scale_rules = pytest.mark.parametrize("scale_rule", ["norm", "least_squares"])
+fitted_rules = pytest.mark.parametrize("scale_rule", ["norm", "least_squares"])
 axes = pytest.mark.parametrize("axis", ["token", "channel"])
 vectors = arrays(st.tuples(st.integers(1, 4), sizes(min_size=1)))
 tensors = kv_arrays(batch=[1], heads=[2], tokens=[1, 7, 33, 64], head_dim=[1, 7, 33, 64])
@@ -172,7 +173,7 @@ def test_kivi_keys_code_whole_groups_and_keep_the_tail(k, group_size, residual):
 
 @given(data=st.data(), head_dim=st.sampled_from(HEAD_DIMS[:30]))
 @lloyd_max_bits
-@scale_rules
+@fitted_rules
 @scale_dtypes
 def test_lloyd_max_codes_are_nearest_centroids(data, head_dim, bits, scale_rule, scale_dtype):
     x = data.draw(arrays((3, head_dim)))
@@ -208,6 +209,19 @@ def test_least_squares_is_at_least_as_good_as_the_norm_for_every_vector(data, he
 
 @given(data=st.data(), head_dim=st.sampled_from(HEAD_DIMS[:30]))
 @lloyd_max_bits
+@pytest.mark.parametrize("scale_rule", ["norm_preserving", "unbiased"])
+def test_lengthening_rules_keep_norm_or_projection(data, head_dim, bits, scale_rule):
+    x = data.draw(arrays((4, head_dim)))
+    codes, scale = kv.quantize_lloyd_max(x, bits, scale_rule=scale_rule, scale_dtype="float32")
+    assert_same_bits(codes, kv.quantize_lloyd_max(x, bits, scale_dtype="float32")[0])
+    y = kv.dequantize_lloyd_max(codes, scale, bits).astype(np.float64)
+    energy = (x.astype(np.float64) ** 2).sum(axis=-1)
+    kept = (y * y if scale_rule == "norm_preserving" else y * x).sum(axis=-1)
+    np.testing.assert_allclose(kept, energy, rtol=1e-6)
+
+
+@given(data=st.data(), head_dim=st.sampled_from(HEAD_DIMS[:30]))
+@lloyd_max_bits
 def test_lloyd_max_decodes_to_level_times_scale(data, head_dim, bits):
     codes, scale = kv.quantize_lloyd_max(data.draw(arrays((3, head_dim))), bits)
     expected = kv.codebook(head_dim, bits).levels[codes] * scale[..., None]
@@ -215,7 +229,7 @@ def test_lloyd_max_decodes_to_level_times_scale(data, head_dim, bits):
 
 
 @pytest.mark.parametrize(("bits", "published"), PUBLISHED.items())
-@scale_rules
+@fitted_rules
 def test_distortion_on_gaussian_data_is_the_published_one(bits, published, scale_rule):
     x = np.random.default_rng(bits).standard_normal((300, 1024))
     decoded = kv.dequantize_lloyd_max(*kv.quantize_lloyd_max(x, bits, scale_rule=scale_rule), bits)
@@ -264,7 +278,7 @@ QUANTIZERS = {
             *kv.quantize_lloyd_max(x, bits, scale_rule=rule), bits
         )
         for bits in (2, 3, 4)
-        for rule in ("norm", "least_squares")
+        for rule in LLOYD_MAX_SCALE_RULES
     },
 }
 every_quantizer = pytest.mark.parametrize("roundtrip", QUANTIZERS.values(), ids=QUANTIZERS)

@@ -261,8 +261,9 @@ def _evaluate_layer(
         _figures(
             store,
             exact_output,
-            *(np.concatenate(parts, axis=2) for parts in zip(*answer, strict=True)),
-            counted=positions >= sinks + recent + pair.block - 1,
+            np.concatenate([output for output, _ in answer], axis=2),
+            np.concatenate([divergence for _, divergence in answer], axis=2),
+            positions >= sinks + recent + pair.block - 1,
         )
         for pair, store, answer in zip(pairs, stores, answers, strict=True)
     ]
@@ -290,7 +291,8 @@ def _log_probabilities(
 
 def _divergence(of_scores: NDArray[np.float32], exact: _Exact) -> NDArray[np.float64]:
     """KL of each query's attention distribution, (1, q_heads, q_len)."""
-    return kl_divergence(exact.log_probabilities, _log_probabilities(of_scores, exact.visible))
+    log_probabilities = _log_probabilities(of_scores, exact.visible)
+    return np.asarray(kl_divergence(exact.log_probabilities, log_probabilities))
 
 
 def _figures(

@@ -152,19 +152,20 @@ def codec_pair(name: str) -> CodecPair:
             f"lm4/lm2, and may end in {', '.join(VARIANTS)}, but {name!r} was given."
         )
     try:
-        pair = _pair(f"{presets} {variant}".strip(), sides, variant)
+        key, value = _sides(sides, variant)
     except ValueError as error:
         raise ValueError(f"codec {name!r} is not possible: {error}") from None
-    if variant and _settled(pair) == _settled(_pair("", sides, "")):
+    if variant and _settled(key, value) == _settled(*_sides(sides, "")):
         raise ValueError(f"codec {name!r} is the same as {presets!r}: leave out {variant!r}.")
-    return pair
+    return CodecPair(f"{presets} {variant}".strip(), key, value)
 
 
-def _pair(name: str, sides: list[str], variant: str) -> CodecPair:
+def _sides(presets: list[str], variant: str) -> tuple[Codec, Codec]:
+    """The codecs of keys and values of one or two presets, changed as the variant says."""
     shared, of_keys = VARIANTS[variant] if variant else ({}, {})
-    key = codec(sides[0], side="key", **shared, **of_keys)
-    return CodecPair(name, key, codec(sides[-1], side="value", **shared))
+    key = codec(presets[0], side="key", **shared, **of_keys)
+    return key, codec(presets[-1], side="value", **shared)
 
 
-def _settled(pair: CodecPair) -> tuple[Codec, Codec]:
-    return pair.key.for_side("key"), pair.value.for_side("value")
+def _settled(key: Codec, value: Codec) -> tuple[Codec, Codec]:
+    return key.for_side("key"), value.for_side("value")
