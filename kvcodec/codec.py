@@ -14,7 +14,7 @@ from kvcodec.codebook import Codebook, codebook
 from kvcodec.encoded import Encoded
 from kvcodec.packing import check_layout
 from kvcodec.quantize import ASYMMETRIC_BITS, LLOYD_MAX_SCALE_RULES, SCALE_DTYPES
-from kvcodec.reference.center import expand_centers
+from kvcodec.reference.center import center_tokens
 from kvcodec.reference.equalize import equalizing_weights
 from kvcodec.reference.packing import packed_bytes
 from kvcodec.reference.srht import srht_signs
@@ -434,7 +434,7 @@ def _weights(
     first = x[:, :, : codec.block]
     if codec.center and first.shape[2]:
         center = twin.center_blocks(np.ascontiguousarray(first), codec.block, codec.scale_dtype)
-        first = first - expand_centers(*center, codec.block, first.shape[2])
+        first, _ = center_tokens(first, *center, codec.block)
     energy = twin.channel_energy(q).reshape(*shape[:2], -1, shape[2]).sum(axis=2)
     return equalizing_weights(energy, twin.channel_energy(np.ascontiguousarray(first)))
 

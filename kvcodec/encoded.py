@@ -27,6 +27,7 @@ class Encoded:
     scale : ndarray of uint16 (bfloat16 bits) or float32
         (batch, kv_heads, tokens) for codes with one scale a token, (batch, kv_heads, groups,
         head_dim) for groups of tokens, (batch, kv_heads, tokens, groups) for groups of channels.
+        Where the codec centers, a token with a negative scale is not centered.
     zero_point : ndarray or None
         Of scale's shape and type, for asymmetric codes.
     center_levels : ndarray of int8, shape (batch, kv_heads, blocks, head_dim), or None

@@ -180,7 +180,7 @@ cdef inline void products_per_token(const Side *keys, Py_ssize_t head, Py_ssize_
     cdef Py_ssize_t n = keys.n, row, t
     cdef float scale
     for t in range(tokens):
-        scale = load_scale(keys.scale, head * keys.tokens + first + t, keys.plan.bfloat16)
+        scale = fabsf(load_scale(keys.scale, head * keys.tokens + first + t, keys.plan.bfloat16))
         for row in range(rows):
             if options.integer_query:
                 work.scores[row * TILE + t] = (
@@ -252,7 +252,8 @@ cdef inline void score_tile(const Side *keys, Py_ssize_t head, Py_ssize_t first,
                 for row in range(rows):
                     product = center_product(keys, head * keys.blocks + block, row, options, work)
                     for u in range(t, stop):
-                        work.scores[row * TILE + u] = work.scores[row * TILE + u] + product
+                        if is_centered(keys, head * keys.tokens + first + u):
+                            work.scores[row * TILE + u] = work.scores[row * TILE + u] + product
                 t = stop
     for row in range(rows):
         s = work.scores + row * TILE

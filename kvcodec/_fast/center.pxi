@@ -15,6 +15,18 @@ cdef inline void mean_row(const float *x, Py_ssize_t tokens, Py_ssize_t n, doubl
         mean[c] = <float> (total[c] / tokens)
 
 
+cdef inline bint center_row(float *x, Py_ssize_t n, const int8_t *levels, float scale,
+                            float *shifted) noexcept nogil:
+    """Subtract the stored mean unless that makes the token longer; tells whether it did."""
+    cdef Py_ssize_t c
+    for c in range(n):
+        shifted[c] = x[c] - levels[c] * scale
+    if sum_of_squares(shifted, n) > sum_of_squares(x, n):
+        return False
+    memcpy(x, shifted, n * sizeof(float))
+    return True
+
+
 def block_means(x, Py_ssize_t block):
     """Mean over each block of tokens."""
     cdef Py_ssize_t tokens = x.shape[x.ndim - 2], n = x.shape[x.ndim - 1]

@@ -3,7 +3,7 @@
 import numpy as np
 
 from cython.parallel cimport prange, threadid
-from libc.math cimport INFINITY, frexp, ldexp, log, exp, sqrt
+from libc.math cimport INFINITY, exp, fabsf, frexp, ldexp, log, signbit, sqrt
 from libc.stdint cimport int8_t, int16_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t
 from libc.string cimport memcpy, memset
 

@@ -133,19 +133,19 @@ cdef struct Scratch:
     double *total
     float *row
     uint8_t *codes
+    bint *centered             # for each token of the block
 
 
 cdef inline void center_rows(float *rows, Py_ssize_t tokens, const Plan *plan, Scratch scratch,
                              int8_t *levels, void *scales, Py_ssize_t index) noexcept nogil:
-    """Store the mean of a block and subtract what was stored."""
-    cdef Py_ssize_t n = plan.n, t, c
+    """Store the mean of a block and subtract it where it belongs."""
+    cdef Py_ssize_t n = plan.n, t
     cdef float scale
     mean_row(rows, tokens, n, scratch.total, scratch.row)
     scale = symmetric_row(scratch.row, n, 8, plan.bfloat16, levels)
     store_scale(scales, index, scale, plan.bfloat16)
     for t in range(tokens):
-        for c in range(n):
-            rows[t * n + c] = rows[t * n + c] - levels[c] * scale
+        scratch.centered[t] = center_row(rows + t * n, n, levels, scale, scratch.row)
 
 
 cdef inline void code_rows(const float *rows, const Side *side, Py_ssize_t head, Py_ssize_t first,
@@ -180,9 +180,11 @@ cdef inline void code_rows(const float *rows, const Side *side, Py_ssize_t head,
             scale[0] = symmetric_row(rows + t * n, n, plan.bits, plan.bfloat16, <int8_t *> codes)
             for c in range(n):
                 codes[c] = <uint8_t> (codes[c] + half)
-            store_scale(side.scale, token + t, scale[0], plan.bfloat16)
         else:
             scale[0] = lloyd_max_row(rows + t * n, n, &plan.book, plan.bfloat16, codes)
+        if plan.code != ASYMMETRIC:
+            if plan.center and not scratch.centered[t]:
+                scale[0] = -scale[0]
             store_scale(side.scale, token + t, scale[0], plan.bfloat16)
 
 
@@ -194,6 +196,7 @@ cdef Py_ssize_t carve_scratch(char *base, Scratch *scratch, Py_ssize_t unit,
     scratch.total = <double *> take(base, &at, n * 8)
     scratch.row = <float *> take(base, &at, 3 * n * 4)
     scratch.codes = <uint8_t *> take(base, &at, unit * n)
+    scratch.centered = <bint *> take(base, &at, unit * sizeof(bint))
     return at
 
 
@@ -269,6 +272,10 @@ def encode(x, codec, weights):
     return encoded
 
 
+cdef inline bint is_centered(const Side *side, Py_ssize_t token) noexcept nogil:
+    return side.plan.center and not signbit(load_scale(side.scale, token, side.plan.bfloat16))
+
+
 cdef inline void decode_row(const Side *side, Py_ssize_t head, Py_ssize_t t, float *out,
                             int8_t *levels, float *scratch) noexcept nogil:
     """Undo all steps for one token."""
@@ -278,7 +285,7 @@ cdef inline void decode_row(const Side *side, Py_ssize_t head, Py_ssize_t t, flo
     cdef int half = 1 << (plan.bits - 1)
     unpack_row(side.packed + token * plan.row_bytes, n, plan.width, plan.levels, levels)
     if plan.code != ASYMMETRIC:
-        scale = load_scale(side.scale, token, plan.bfloat16)
+        scale = fabsf(load_scale(side.scale, token, plan.bfloat16))
         for c in range(n):
             out[c] = levels[c] * scale
     else:
@@ -293,7 +300,7 @@ cdef inline void decode_row(const Side *side, Py_ssize_t head, Py_ssize_t t, flo
     if side.weights != NULL:
         for c in range(n):
             out[c] = out[c] / side.weights[head * n + c]
-    if plan.center:
+    if is_centered(side, token):
         block = head * side.blocks + t // plan.block
         scale = load_scale(side.center_scale, block, plan.bfloat16)
         for c in range(n):

@@ -8,8 +8,8 @@ Packed keys and values are never turned back into floats one by one.
 
 *Scores.* The query goes through the same equalizing (inverted) and rotation as the keys, once, and
 is rounded to INT8. With key levels n_t and scale a_t, q . k_t = a_q a_t (n_q . n_t): an integer
-product, then two multiplications. The center of a block adds q . c, one product a block, for which
-the query is rounded to 15 bits since c is large. KIVI's channel scales move into the query, one
+product, then two multiplications. The center of a block adds q . c to its centered tokens, one
+product a block, for which the query is rounded to 15 bits since c is large. KIVI's channel scales move into the query, one
 INT8 query for each group of tokens; its zero points are one float product a group.
 
 *Value sums.* In a tile of 64 tokens the weights w_t = p_t * (scale of v_t) are rounded to integers
@@ -39,7 +39,14 @@ import numpy as np
 from kvcodec._segment import Segment
 from kvcodec.encoded import Encoded
 from kvcodec.reference._numbers import lane_sum, load, reciprocal, round_scale
-from kvcodec.reference.encode import decode_rotated, midpoints, rotate, unpack_levels, unrotate
+from kvcodec.reference.encode import (
+    decode_rotated,
+    is_centered,
+    midpoints,
+    rotate,
+    unpack_levels,
+    unrotate,
+)
 from kvcodec.reference.symmetric import dequantize_symmetric
 
 TILE = 64
@@ -86,7 +93,7 @@ def round_query(q: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
 
 def _products_per_token(q: np.ndarray, keys: Encoded, query_bits: int | None) -> np.ndarray:
     """Q . k' for codes with one scale a token; q is weighted and rotated like the keys."""
-    levels, key_scale = unpack_levels(keys), load(keys.scale)[..., None, :]
+    levels, key_scale = unpack_levels(keys), np.abs(load(keys.scale))[..., None, :]
     if query_bits is None:
         return _product(q, _transposed(levels)) * key_scale
     rounded, query_scale = round_query(q, query_bits)
@@ -121,7 +128,8 @@ def _products_with_centers(q: np.ndarray, keys: Encoded, query_bits: int | None)
         rounded, query_scale = round_query(q, CENTER_QUERY_BITS)
         products = _product(rounded, _transposed(keys.center_levels))
         products = (products * center_scale[..., None, :]) * query_scale[..., None]
-    return products.repeat(keys.codec.block, axis=-1)[..., : keys.tokens]
+    products = products.repeat(keys.codec.block, axis=-1)[..., : keys.tokens]
+    return np.where(is_centered(keys)[..., None, :], products, np.float32(0))
 
 
 def scores(

@@ -3,7 +3,7 @@ r"""A codec is six steps: center, equalize, rotate, scale, code, pack.
 This chapter strings the others together. What a codec of keys or values does to an array
 (batch, kv_heads, tokens, head_dim) of float32:
 
-1. center: subtract the stored mean of each block of tokens;
+1. center: subtract the stored mean of its block of tokens from each token that it makes shorter;
 2. equalize: multiply by the weights;
 3. rotate: multiply by the Hadamard matrix, or by random signs and then the Hadamard matrix;
 4. scale and 5. code: symmetric, Lloyd-Max or asymmetric;
@@ -20,7 +20,7 @@ import numpy as np
 
 from kvcodec.encoded import Encoded
 from kvcodec.reference._numbers import load, store
-from kvcodec.reference.center import center_blocks, expand_centers
+from kvcodec.reference.center import center_blocks, center_tokens, expand_centers
 from kvcodec.reference.fwht import fwht
 from kvcodec.reference.kivi import dequantize_asymmetric, quantize_asymmetric
 from kvcodec.reference.lloyd_max import quantize_lloyd_max
@@ -62,7 +62,7 @@ def encode(x: np.ndarray, codec: Codec, weights: np.ndarray | None) -> Encoded:
     center_levels = center_scale = zero_point = None
     if codec.center:
         center_levels, center_scale = center_blocks(x, codec.block, codec.scale_dtype)
-        x = x - expand_centers(center_levels, center_scale, codec.block, x.shape[-2])
+        x, centered = center_tokens(x, center_levels, center_scale, codec.block)
     if weights is not None:
         x = x * weights[:, :, None, :]
     x = rotate(x, codec)
@@ -80,6 +80,9 @@ def encode(x: np.ndarray, codec: Codec, weights: np.ndarray | None) -> Encoded:
         codes, scale = quantize_lloyd_max(
             x, book.levels, book.boundaries, book.step, codec.scale_rule, codec.scale_dtype
         )
+
+    if codec.center:
+        scale = np.where(centered, scale, -scale)
 
     return Encoded(
         codec=codec,
@@ -100,6 +103,11 @@ def unpack_levels(encoded: Encoded) -> np.ndarray:
     return codec.levels(encoded.head_dim)[codes]
 
 
+def is_centered(encoded: Encoded) -> np.ndarray:
+    """Which tokens are centered, bool (batch, kv_heads, tokens): those with a positive scale."""
+    return ~np.signbit(load(encoded.scale))
+
+
 def midpoints(encoded: Encoded) -> np.ndarray:
     """What an asymmetric code with level 0 stands for: zero_point + 2^(bits-1) * scale.
 
@@ -114,7 +122,7 @@ def decode_rotated(encoded: Encoded) -> np.ndarray:
     codec = encoded.codec
     if codec.code != "asymmetric":
         levels = unpack_levels(encoded)
-        return levels.astype(np.float32) * load(encoded.scale)[..., None]
+        return levels.astype(np.float32) * np.abs(load(encoded.scale))[..., None]
     codes = unpack(encoded.packed, encoded.head_dim, codec.bits, codec.layout)
     return dequantize_asymmetric(
         codes, load(encoded.scale), load(encoded.zero_point), codec.group_size, codec.group_axis
@@ -128,7 +136,8 @@ def decode(encoded: Encoded) -> np.ndarray:
     if encoded.weights is not None:
         x = x / encoded.weights[:, :, None, :]
     if codec.center:
-        x = x + expand_centers(
+        centers = expand_centers(
             encoded.center_levels, encoded.center_scale, codec.block, encoded.tokens
         )
+        x = np.where(is_centered(encoded)[..., None], x + centers, x)
     return x
