@@ -14,6 +14,7 @@ from kvcodec._segment import Segment
 from kvcodec.codec import Codec
 from kvcodec.codec import codec as make_codec
 from kvcodec.encoded import Encoded
+from kvcodec.reference.attention import group_rows
 from kvcodec.reference.window import packed_tokens, window_ranges
 
 __all__ = ["AttentionResult", "attention", "merge_attention", "scores", "windowed_attention"]
@@ -143,7 +144,8 @@ def attention(
     softcap : float, optional
         Scores s become ``softcap * tanh(s / softcap)``, before the mask.
     positions : array_like of int, shape (q_len,) or (batch, q_len), optional
-        The token that each query belongs to; by default the queries are the newest tokens.
+        With causal: the token that each query belongs to; by default the queries are the newest
+        tokens.
     query_bits : {8, None}, default 8
         Bits of the query in products with packed keys; None keeps it in floating point.
     probability_bits : {"auto", 7, 14, None}, default "auto"
@@ -194,7 +196,9 @@ def attention(
     _check_window(window, causal)
     softcap = None if softcap is None else _validate.positive(softcap, "softcap")
     tokens = k.shape[2]
-    if causal or positions is not None:
+    if not causal and positions is not None:
+        raise ValueError("positions must be left out for attention that is not causal.")
+    if causal:
         positions = _positions(positions, q.shape[0], q.shape[2], tokens)
     else:
         positions = np.zeros((q.shape[0], q.shape[2]), dtype=np.int64)
@@ -262,7 +266,7 @@ def scores(
     q = _validate.kv_array(q, "q")
     k = _side(k, "k", "key")
     _validate.query_heads(q, k.shape)
-    rows = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
+    rows = group_rows(q, k.shape[1])
     result = _backend.resolve(backend).scores(
         rows, k, _softmax_scale(scale, q.shape[3]), _query_bits(query_bits)
     )
@@ -447,11 +451,12 @@ def encode_body(
     key = make_codec(key) if isinstance(key, str) else key
     value = (make_codec(value) if isinstance(value, str) else value).for_side("value")
     end = sinks + int(packed_tokens(k.shape[2], sinks, recent, key.block))
-    early = (positions < sinks + key.block).all(axis=0)
+    early = positions < sinks + key.block
     queries = None
     if key.for_side("key").equalize:
         if early.any():
-            queries = q[:, :, early]
+            # A query of zeros has no energy: each row counts its own early queries only.
+            queries = np.where(early[:, None, :, None], q, 0)[:, :, early.any(axis=0)]
         elif key.equalize:
             raise ValueError(
                 f"positions must include tokens before {sinks + key.block} for a codec that "

@@ -424,8 +424,11 @@ def _weights(
         if queries is not None:
             raise ValueError("queries must be left out where weights are given.")
         weights = _validate.shaped(_validate.float_array(weights, "weights"), "weights", shape)
-        if not (weights >= 2.0**-20).all() or not (weights <= 2.0**20).all():
-            raise ValueError("weights must lie between 2^-20 and 2^20, but some do not.")
+        if not (weights >= 2.0**-10).all() or not (weights <= 2.0**10).all():
+            raise ValueError(
+                f"weights must lie between 2^-10 and 2^10, but lie from "
+                f"{weights.min():g} to {weights.max():g}."
+            )
         return weights
     if queries is None:
         raise ValueError("queries must be given to a codec that equalizes, or equalize=False set.")

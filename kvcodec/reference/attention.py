@@ -60,7 +60,8 @@ def group_rows(q: np.ndarray, kv_heads: int) -> np.ndarray:
 
     Grouped-query attention: q_heads / kv_heads consecutive query heads share a KV head.
     """
-    return q.reshape(q.shape[0], kv_heads, -1, q.shape[-1])
+    batch, q_heads, q_len, head_dim = q.shape
+    return q.reshape(batch, kv_heads, q_heads // kv_heads * q_len, head_dim)
 
 
 def _product(left: np.ndarray, right: np.ndarray) -> np.ndarray:
@@ -236,7 +237,7 @@ def attend(
     output = output / np.where(total > 0, total, 1)[..., None]
     shape = q.shape[:3]
     return (
-        output.reshape(*shape, -1).astype(np.float32),
+        output.reshape(*shape, output.shape[-1]).astype(np.float32),
         log_sum_exp.reshape(shape).astype(np.float32),
     )
 
