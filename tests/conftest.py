@@ -18,7 +18,7 @@ _COMMON = {
     ],
 }
 settings.register_profile("default", max_examples=8, derandomize=True, database=None, **_COMMON)
-settings.register_profile("long", max_examples=500, print_blob=True, **_COMMON)
+settings.register_profile("long", max_examples=100, print_blob=True, **_COMMON)
 settings.load_profile(os.environ.get("KVCODEC_TEST_PROFILE") or "default")
 
 

@@ -134,9 +134,8 @@ def test_a_scalar_is_refused(name, x, call):
     ids=[name for name, value in CALLS.items() if value[1] is not VECTORS],
 )
 def test_another_shape_is_refused(name, x, call):
-    for bad in (x[None], x[..., :-1]):
-        with pytest.raises(ValueError, match=name):
-            call(bad)
+    with pytest.raises(ValueError, match=name):
+        call(x[None])
 
 
 # Options that are refused
@@ -277,7 +276,7 @@ REFUSED = [
     ),
     (
         lambda: kv.codec("int4", side="key").encode(KEYS, weights=np.zeros((1, 2, 64))),
-        r"weights must lie between 2\^-20 and 2\^20",
+        r"weights must lie between 2\^-10 and 2\^10, but lie from 0 to 0",
     ),
     (lambda: kv.codec("int4").decode(KEYS), "encoded must be an Encoded, but is ndarray"),
     (lambda: kv.codec("int3").decode(PACKED_KEYS), "encoded must be made by codec.'int3'"),
