@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import operator
 import os
 import platform
 import sys
@@ -25,6 +26,8 @@ _MODULES = {
     "avx512": "kvcodec._fast._kernels_avx512",
 }
 
+
+MOST_THREADS = 1024
 
 # Elements of work below which a call ends before a second thread would have started.
 PARALLEL_FROM = 32768
@@ -49,17 +52,17 @@ def _setting(name: str) -> str | int | None:
 
 
 def _choice(name: str, value: str, allowed: tuple[str, ...]) -> str:
-    if value not in allowed:
+    if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(allowed)}, but {value!r} was given.")
     return value
 
 
-def _thread_count(name: str, value: int | str) -> int:
+def _thread_count(name: str, value: object, *, text: bool = False) -> int:
     try:
-        count = int(value)
+        count = int(value) if text else operator.index(value)
     except (TypeError, ValueError):
         count = 0
-    if isinstance(value, (bool, float)) or not 1 <= count <= 1024:
+    if isinstance(value, bool) or not 1 <= count <= MOST_THREADS:
         raise ValueError(f"{name} must be a whole number from 1 to 1024, but {value!r} was given.")
     return count
 
@@ -73,7 +76,7 @@ def _environment() -> _Settings:
     return _Settings(
         backend=_choice("KVCODEC_BACKEND", backend, BACKENDS) if backend else None,
         simd=_choice("KVCODEC_SIMD", simd, SIMD_LEVELS) if simd else None,
-        num_threads=_thread_count("KVCODEC_NUM_THREADS", threads) if threads else None,
+        num_threads=_thread_count("KVCODEC_NUM_THREADS", threads, text=True) if threads else None,
     )
 
 
@@ -138,14 +141,28 @@ def resolve(backend: str | None = None) -> ModuleType:
     return reference if active_backend(backend) == "reference" else _fast(simd_level())
 
 
+_forked = False
+
+
+def _note_fork() -> None:
+    """OpenMP's threads do not survive a fork, and waiting for them would never end."""
+    global _forked
+    _forked = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_note_fork)
+
+
 def num_threads() -> int:
     """Threads that the fast path uses now.
 
     Returns
     -------
     int
-        From `config_context`, else `set_num_threads`, else ``KVCODEC_NUM_THREADS``, else as many
-        as OpenMP would start (``OMP_NUM_THREADS`` or the processors of the process).
+        1 in a forked child of a process. Otherwise from `config_context`, else `set_num_threads`,
+        else ``KVCODEC_NUM_THREADS``, else as many as OpenMP would start (``OMP_NUM_THREADS`` or the
+        processors of the process).
 
     Examples
     --------
@@ -154,10 +171,12 @@ def num_threads() -> int:
     ...     kv.num_threads()
     2
     """
+    if _forked:
+        return 1
     chosen = _setting("num_threads") or _environment().num_threads
     if chosen is None:
         cpu = _cpu()
-        chosen = 1 if isinstance(cpu, str) else cpu.max_threads()
+        chosen = 1 if isinstance(cpu, str) else min(cpu.max_threads(), MOST_THREADS)
     return chosen
 
 

@@ -16,10 +16,14 @@ from kvcodec.reference.fwht import PALEY_ORDERS, factor_order
 
 LARGEST_MAGNITUDE = 2.0**100
 LARGEST_HEAD_DIM = 1024
+MOST_TOKENS = 2**40
+LARGEST_GROUP = 4096
 
 
 def choice(value: Any, name: str, allowed: Sequence[Any]) -> Any:
     """One of the allowed values (True is not taken for 1)."""
+    if isinstance(value, np.str_):
+        value = str(value)
     for candidate in allowed:
         if type(value) is type(candidate) and value == candidate:
             return candidate
@@ -45,32 +49,58 @@ def boolean(value: object, name: str) -> bool:
     return bool(value)
 
 
-def positive(value: object, name: str) -> float:
-    """A finite number above zero."""
+def positive(value: Any, name: str) -> float:
+    """A number from 2^-100 to 2^100."""
     is_number = isinstance(value, (int, float, np.integer, np.floating))
-    if not is_number or isinstance(value, bool) or not 0 < value < math.inf:
-        raise ValueError(f"{name} must be a finite number above 0, but {value!r} was given.")
+    if not is_number or isinstance(value, bool) or not 2.0**-100 <= value <= 2.0**100:
+        raise ValueError(f"{name} must be a number from 2^-100 to 2^100, but {value!r} was given.")
     return float(value)
+
+
+def token_count(value: Any, name: str, low: int = 0) -> int:
+    """A number of tokens, at most 2^40."""
+    return integer(value, name, low, MOST_TOKENS)
+
+
+def log_sum_exp(x: object, name: str) -> np.ndarray:
+    """A float32 array of finite numbers and minus infinities."""
+    array = as_array(x, name)
+    if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
+        raise TypeError(f"{name} must be an array of floats, but has dtype {array.dtype}.")
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        array = np.require(array, dtype=np.float32, requirements=["C", "A"])
+    if np.isnan(array).any() or np.isposinf(array).any():
+        raise ValueError(
+            f"{name} must hold finite float32 numbers or minus infinity, but does not."
+        )
+    return array
+
+
+def as_array(x: object, name: str, kind: str = "floats") -> np.ndarray:
+    """What NumPy makes of x."""
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError(f"{name} must be an array without a mask, but is a masked array.")
+    try:
+        return np.asarray(x)
+    except (ValueError, TypeError) as error:
+        raise TypeError(f"{name} must be an array of {kind}, but is no array: {error}.") from None
 
 
 def float_array(x: object, name: str, ndim: int | None = None) -> np.ndarray:
     """A C-contiguous float32 array of finite values below 2^100 in magnitude.
 
-    Takes any float dtype (bfloat16 of ml_dtypes too), any strides, and whatever NumPy turns into
-    such an array.
+    Takes NumPy's float dtypes and bfloat16 of ml_dtypes, any strides, and whatever NumPy turns
+    into such an array.
     """
-    try:
-        array = np.asarray(x)
-    except (ValueError, TypeError) as error:
-        raise TypeError(f"{name} must be an array of floats, but is no array: {error}.") from None
+    array = as_array(x, name)
     if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
         raise TypeError(f"{name} must be an array of floats, but has dtype {array.dtype}.")
     if ndim is not None and array.ndim != ndim:
         raise ValueError(f"{name} must have {ndim} dimensions, but has shape {array.shape}.")
     if ndim is None and array.ndim == 0:
         raise ValueError(f"{name} must have at least 1 dimension, but is a scalar.")
-    with np.errstate(over="ignore", under="ignore"):
-        array = np.ascontiguousarray(array, dtype=np.float32)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        array = np.require(array, dtype=np.float32, requirements=["C", "A"])
     if array.size:
         largest = max(float(array.max()), -float(array.min()))
         if not largest < LARGEST_MAGNITUDE:
@@ -99,7 +129,7 @@ def kv_array(x: object, name: str) -> np.ndarray:
 
 def code_array(x: object, name: str, largest: int) -> np.ndarray:
     """A C-contiguous uint8 array of codes from 0 to `largest`."""
-    array = np.asarray(x)
+    array = as_array(x, name, "integers")
     if array.dtype.kind not in "iu":
         raise TypeError(f"{name} must be an array of integers, but has dtype {array.dtype}.")
     if array.ndim == 0:
@@ -114,7 +144,7 @@ def code_array(x: object, name: str, largest: int) -> np.ndarray:
 
 def level_array(x: object, name: str) -> np.ndarray:
     """A C-contiguous int8 array."""
-    array = np.asarray(x)
+    array = as_array(x, name, "int8")
     if array.dtype != np.int8:
         raise TypeError(f"{name} must be an array of int8, but has dtype {array.dtype}.")
     if array.ndim == 0:
@@ -145,8 +175,8 @@ def output_array(out: object, name: str, shape: tuple[int, ...]) -> np.ndarray:
         given = getattr(out, "dtype", type(out).__name__)
         raise TypeError(f"{name} must be a float32 ndarray, but {given} was given.")
     shaped(out, name, shape)
-    if not (out.flags.c_contiguous and out.flags.writeable):
-        raise ValueError(f"{name} must be C-contiguous and writable, but is not.")
+    if not (out.flags.c_contiguous and out.flags.writeable and out.flags.aligned):
+        raise ValueError(f"{name} must be C-contiguous, aligned and writable, but is not.")
     return out
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,8 @@ from kvcodec.reference.srht import srht_signs
 __all__ = ["PRESETS", "Codec", "codec"]
 
 SIDES = ("key", "value")
+LEAST_WEIGHT, LARGEST_WEIGHT = 2.0**-10, 2.0**10
+OPEN = ("side", "center", "equalize", "scale_rule")
 ROTATIONS = ("none", "hadamard", "srht")
 CODES = {
     "symmetric": {"bits": (2, 3, 4, 8), "scale_rule": ("absmax",)},
@@ -34,9 +36,10 @@ CODES = {
 class Codec:
     """How the keys or the values of a cache are packed: center, equalize, rotate, scale, code.
 
-    Immutable; made by `codec` from a preset. The three options that differ between keys and
-    values (`side`, `center`, `equalize`) may be left open and are then settled by `for_side`:
-    keys coded with one scale a token and at most 4 bits are centered and equalized.
+    Immutable; made by `codec` from a preset. The options that differ between keys and values
+    (`side`, `center`, `equalize`, `scale_rule`) may be left open and are then settled by
+    `for_side`: keys coded with one scale a token and at most 4 bits are centered and equalized;
+    Lloyd-Max codes preserve the norm of keys and are unbiased for values.
 
     Attributes
     ----------
@@ -50,7 +53,7 @@ class Codec:
         Rotation of the channels before coding.
     seed : int
         Seed of the signs of "srht".
-    scale_rule : {"absmax", "range", "norm", "least_squares", "norm_preserving", "unbiased"}
+    scale_rule : {"absmax", "range", "norm", "least_squares", "norm_preserving", "unbiased"} or None
         How the scale is chosen.
     scale_dtype : {"bfloat16", "float32"}
         How scales, zero points and the scale of centers are stored.
@@ -72,11 +75,11 @@ class Codec:
     4.251953125
     """
 
-    name: str
+    name: str = field(compare=False)
     code: str
     bits: int
     rotation: str
-    scale_rule: str
+    scale_rule: str | None = None
     seed: int = 0
     scale_dtype: str = "bfloat16"
     group_size: int | None = None
@@ -87,21 +90,23 @@ class Codec:
     equalize: bool | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ValueError(f"name must be a string that is not empty, but is {self.name!r}.")
         code = _validate.choice(self.code, "code", tuple(CODES))
         check = {
             "bits": _validate.choice(self.bits, "bits", CODES[code]["bits"]),
             "rotation": _validate.choice(self.rotation, "rotation", ROTATIONS),
-            "scale_rule": _validate.choice(
-                self.scale_rule, "scale_rule", CODES[code]["scale_rule"]
-            ),
             "seed": _validate.integer(self.seed, "seed", 0, 2**64 - 1),
             "scale_dtype": _validate.choice(self.scale_dtype, "scale_dtype", SCALE_DTYPES),
-            "block": _validate.integer(self.block, "block", 1, 4096),
+            "block": _validate.integer(self.block, "block", 1, _validate.LARGEST_GROUP),
         }
         check["layout"] = check_layout(check["bits"], self.layout)[1]
         for name in ("center", "equalize"):
             if getattr(self, name) is not None:
                 check[name] = _validate.boolean(getattr(self, name), name)
+        if self.scale_rule is not None:
+            allowed = CODES[code]["scale_rule"]
+            check["scale_rule"] = _validate.choice(self.scale_rule, "scale_rule", allowed)
         if self.side is not None:
             check["side"] = _validate.choice(self.side, "side", SIDES)
         for name, value in check.items():
@@ -117,7 +122,9 @@ class Codec:
             )
         if self.code == "asymmetric":
             object.__setattr__(
-                self, "group_size", _validate.integer(self.group_size, "group_size", 1, 4096)
+                self,
+                "group_size",
+                _validate.integer(self.group_size, "group_size", 1, _validate.LARGEST_GROUP),
             )
             if self.center or self.equalize:
                 raise ValueError(
@@ -154,7 +161,7 @@ class Codec:
         Returns
         -------
         Codec
-            With `side`, `center` and `equalize` set.
+            With `side`, `center`, `equalize` and `scale_rule` set.
 
         Raises
         ------
@@ -173,7 +180,12 @@ class Codec:
         low_bit_key = side == "key" and self.code != "asymmetric" and self.bits <= 4
         center = (low_bit_key and self.block > 1) if self.center is None else self.center
         equalize = (low_bit_key and self.block > 1) if self.equalize is None else self.equalize
-        return replace(self, side=side, center=center, equalize=equalize)
+        scale_rule = self.scale_rule
+        if scale_rule is None:
+            rules = CODES[self.code]["scale_rule"]
+            lloyd_max = "norm_preserving" if side == "key" else "unbiased"
+            scale_rule = lloyd_max if self.code == "lloyd_max" else rules[0]
+        return replace(self, side=side, center=center, equalize=equalize, scale_rule=scale_rule)
 
     def signs(self, head_dim: int) -> NDArray[np.float32]:
         """The signs of the rotation "srht", float32 (head_dim,)."""
@@ -299,7 +311,7 @@ class Codec:
             raise ValueError(f"{name} must be left out for a codec that does not equalize.")
         if codec.equalize:
             weights = _weights(x, codec, queries, weights, twin)
-        return twin.encode(x, codec, weights)
+        return twin.encode(x, codec, weights).frozen()
 
     def decode(self, encoded: Encoded, *, backend: str | None = None) -> NDArray[np.float32]:
         """Unpack to floats, undoing all steps.
@@ -335,12 +347,8 @@ class Codec:
         if not isinstance(encoded, Encoded):
             raise TypeError(f"encoded must be an Encoded, but is {type(encoded).__name__}.")
         made = encoded.codec
-        open_fields = {
-            name: getattr(made, name)
-            for name in ("side", "center", "equalize")
-            if getattr(self, name) is None
-        }
-        if replace(self, **open_fields) != made:
+        open_fields = {name: None for name in OPEN if getattr(self, name) is None}
+        if replace(made, **open_fields) != self:
             raise ValueError(f"encoded must be made by {self!r}, but was made by {made!r}.")
         return _backend.resolve(backend).decode(encoded)
 
@@ -367,7 +375,7 @@ class Codec:
         Parameters
         ----------
         config : mapping
-            Option names and values, all of them.
+            Option names and values; options that are left out have their defaults.
 
         Returns
         -------
@@ -385,13 +393,16 @@ class Codec:
         >>> kv.Codec.from_config(kv.codec("int2").to_config()).bits
         2
         """
-        names = {field.name for field in fields(cls)}
-        given = set(config)
-        if given != names:
-            wrong = sorted(map(str, given ^ names))
+        if not isinstance(config, Mapping):
+            raise ValueError(f"config must map names of options to values, but is {config!r}.")
+        names = {option.name for option in fields(cls)}
+        needed = {option.name for option in fields(cls) if option.default is MISSING}
+        wrong = sorted(map(str, (set(config) - names) | (needed - set(config))))
+        if wrong:
             raise ValueError(
-                f"config must have the options {', '.join(sorted(names))}, "
-                f"but these are missing or unknown: {', '.join(wrong)}."
+                f"config must have the options {', '.join(sorted(needed))} and may have "
+                f"{', '.join(sorted(names - needed))}, but these are missing or unknown: "
+                f"{', '.join(wrong)}."
             )
         return cls(**config)
 
@@ -402,11 +413,11 @@ class Codec:
 
     def __repr__(self) -> str:
         preset = PRESETS.get(self.name, {})
-        default = {field.name: field.default for field in fields(self)} | preset
+        default = {option.name: option.default for option in fields(self)} | preset
         changed = [
-            f"{field.name}={getattr(self, field.name)!r}"
-            for field in fields(self)
-            if field.name != "name" and getattr(self, field.name) != default[field.name]
+            f"{option.name}={getattr(self, option.name)!r}"
+            for option in fields(self)
+            if option.name != "name" and getattr(self, option.name) != default[option.name]
         ]
         return f"codec({', '.join([repr(self.name), *changed])})"
 
@@ -417,23 +428,25 @@ def _weights(
     queries: ArrayLike | None,
     weights: ArrayLike | None,
     twin: Any,
-) -> NDArray[np.float32]:
+) -> NDArray[np.float32] | None:
     """The equalizing weights that are given, or those of the queries and the first block."""
     shape = (x.shape[0], x.shape[1], x.shape[3])
     if weights is not None:
         if queries is not None:
             raise ValueError("queries must be left out where weights are given.")
         weights = _validate.shaped(_validate.float_array(weights, "weights"), "weights", shape)
-        if not (weights >= 2.0**-10).all() or not (weights <= 2.0**10).all():
+        if not (weights >= LEAST_WEIGHT).all() or not (weights <= LARGEST_WEIGHT).all():
             raise ValueError(
                 f"weights must lie between 2^-10 and 2^10, but lie from "
                 f"{weights.min():g} to {weights.max():g}."
             )
-        return weights
+        return weights.copy()
     if queries is None:
         raise ValueError("queries must be given to a codec that equalizes, or equalize=False set.")
     q = _validate.kv_array(queries, "queries")
     _validate.query_heads(q, x.shape, "queries")
+    if x.shape[2] == 0:
+        return None  # there is no block to take weights from yet
     first = x[:, :, : codec.block]
     if codec.center and first.shape[2]:
         center = twin.center_blocks(np.ascontiguousarray(first), codec.block, codec.scale_dtype)
@@ -442,20 +455,30 @@ def _weights(
     return equalizing_weights(energy, twin.channel_energy(np.ascontiguousarray(first)))
 
 
-def _preset(code: str, bits: int, rotation: str, scale_rule: str, **more: Any) -> dict[str, Any]:
-    return {"code": code, "bits": bits, "rotation": rotation, "scale_rule": scale_rule, **more}
+def as_codec(choice: str | Codec, name: str) -> Codec:
+    """The codec of a preset name, or a codec itself."""
+    if isinstance(choice, str):
+        _validate.choice(choice, name, tuple(PRESETS))
+        return codec(choice)
+    if not isinstance(choice, Codec):
+        raise TypeError(f"{name} must be the name of a preset or a Codec, but is {choice!r}.")
+    return choice
+
+
+def _preset(code: str, bits: int, rotation: str, **more: Any) -> dict[str, Any]:
+    return {"code": code, "bits": bits, "rotation": rotation, **more}
 
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "int8": _preset("symmetric", 8, "none", "absmax"),
-    "int4": _preset("symmetric", 4, "hadamard", "absmax"),
-    "int3": _preset("symmetric", 3, "hadamard", "absmax"),
-    "int2": _preset("symmetric", 2, "hadamard", "absmax"),
-    "kivi4": _preset("asymmetric", 4, "none", "range", group_size=32),
-    "kivi2": _preset("asymmetric", 2, "none", "range", group_size=32),
-    "lm4": _preset("lloyd_max", 4, "srht", "norm"),
-    "lm3": _preset("lloyd_max", 3, "srht", "norm"),
-    "lm2": _preset("lloyd_max", 2, "srht", "norm"),
+    "int8": _preset("symmetric", 8, "none"),
+    "int4": _preset("symmetric", 4, "hadamard"),
+    "int3": _preset("symmetric", 3, "hadamard"),
+    "int2": _preset("symmetric", 2, "hadamard"),
+    "kivi4": _preset("asymmetric", 4, "none", group_size=32),
+    "kivi2": _preset("asymmetric", 2, "none", group_size=32),
+    "lm4": _preset("lloyd_max", 4, "srht"),
+    "lm3": _preset("lloyd_max", 3, "srht"),
+    "lm2": _preset("lloyd_max", 2, "srht"),
 }
 """The options that each preset name stands for; every other option has its default."""
 
@@ -494,11 +517,11 @@ def codec(name: str, **options: Any) -> Codec:
     codec('int4', rotation='none')
     """
     name = _validate.choice(name, "name", tuple(PRESETS))
-    allowed = [field.name for field in fields(Codec) if field.name != "name"]
-    for option in options:
-        _validate.choice(option, "option", allowed)
+    allowed = [option.name for option in fields(Codec) if option.name != "name"]
+    for given in options:
+        _validate.choice(given, "option", allowed)
     settings = PRESETS[name] | options
     group_size = settings.get("group_size")
-    if "block" not in settings and isinstance(group_size, int) and group_size > 64:
-        settings["block"] = group_size
+    if "block" not in settings and isinstance(group_size, (int, np.integer)) and group_size > 64:
+        settings["block"] = int(group_size)
     return Codec(name=name, **settings)

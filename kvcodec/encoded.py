@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvcodec.reference.packing import packed_bytes
+
 if TYPE_CHECKING:
     from kvcodec.codec import Codec
+
+ARRAYS = ("packed", "scale", "zero_point", "center_levels", "center_scale", "weights")
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +53,39 @@ class Encoded:
     center_scale: np.ndarray | None = None
     weights: np.ndarray | None = None
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.packed, np.ndarray) or self.packed.ndim != 4:
+            raise ValueError("packed must be an array (batch, kv_heads, tokens, packed_bytes).")
+        layout = layout_of(self.codec, self.shape)
+        if self.weights is not None:
+            batch, heads, _, head_dim = self.shape
+            layout["weights"] = ((batch, heads, head_dim), np.float32)
+        for name in ARRAYS:
+            array = getattr(self, name)
+            if name not in layout:
+                if array is not None:
+                    raise ValueError(f"{name} must be None for {self.codec!r}.")
+                continue
+            shape, dtype = layout[name]
+            given = (getattr(array, "shape", None), getattr(array, "dtype", type(array).__name__))
+            if given != (shape, dtype):
+                raise ValueError(
+                    f"{name} must have shape {shape} and dtype {np.dtype(dtype)}, "
+                    f"but has {given[0]} and {given[1]}."
+                )
+            object.__setattr__(self, name, np.require(array, requirements=["C", "A"]))
+        weights = self.weights
+        if weights is not None and not ((weights > 0) & (weights < np.inf)).all():
+            raise ValueError("weights must be finite and above 0, but some are not.")
+
+    def frozen(self) -> Encoded:
+        """The same, its arrays made read-only."""
+        for name in ARRAYS:
+            array = getattr(self, name)
+            if array is not None:
+                array.flags.writeable = False
+        return self
+
     @property
     def tokens(self) -> int:
         """Number of tokens."""
@@ -62,10 +99,41 @@ class Encoded:
     @property
     def nbytes(self) -> int:
         """Bytes of all its arrays."""
-        arrays = (getattr(self, field.name) for field in fields(self))
-        return sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
+        arrays = (getattr(self, name) for name in ARRAYS)
+        return sum(array.nbytes for array in arrays if array is not None)
 
     def __repr__(self) -> str:
         values = int(np.prod(self.shape))
         rate = f", {8 * self.nbytes / values:.2f} bits a value" if values else ""
         return f"<Encoded {self.codec.name} {self.codec.side} {self.shape}{rate}>"
+
+
+def layout_of(
+    codec: Codec, shape: tuple[int, int, int, int]
+) -> dict[str, tuple[tuple[int, ...], type]]:
+    """Shape and type of each array of what decodes to `shape`, the weights not among them.
+
+    `codec` is one whose side, center and equalize are settled.
+    """
+    batch, heads, tokens, head_dim = shape
+    stored = np.uint16 if codec.scale_dtype == "bfloat16" else np.float32
+    scale = (batch, heads, tokens)
+    if codec.code == "asymmetric" and codec.group_axis == "token":
+        scale = (batch, heads, -(-tokens // codec.group_size), head_dim)
+    elif codec.code == "asymmetric":
+        scale = (batch, heads, tokens, -(-head_dim // codec.group_size))
+    row_bytes = packed_bytes(head_dim, codec.bits, codec.layout)
+    layout = {"packed": ((batch, heads, tokens, row_bytes), np.uint8), "scale": (scale, stored)}
+    if codec.code == "asymmetric":
+        layout["zero_point"] = (scale, stored)
+    if codec.center:
+        blocks = -(-tokens // codec.block)
+        layout["center_levels"] = ((batch, heads, blocks, head_dim), np.int8)
+        layout["center_scale"] = ((batch, heads, blocks), stored)
+    return layout
+
+
+def empty_encoded(codec: Codec, shape: tuple[int, int, int, int]) -> Encoded:
+    """Arrays of the right shapes and types, not filled, for what decodes to `shape`."""
+    arrays = {name: np.empty(*about) for name, about in layout_of(codec, shape).items()}
+    return Encoded(codec=codec, head_dim=shape[3], **arrays)

@@ -181,7 +181,7 @@ def quantize_asymmetric(
     if x.ndim < 2:
         raise ValueError(f"x must have shape (..., tokens, channels), but has shape {x.shape}.")
     bits = _validate.choice(bits, "bits", ASYMMETRIC_BITS)
-    group_size = _validate.integer(group_size, "group_size", 1)
+    group_size = _validate.integer(group_size, "group_size", 1, _validate.LARGEST_GROUP)
     axis = _validate.choice(axis, "axis", GROUP_AXES)
     scale_dtype = _validate.choice(scale_dtype, "scale_dtype", SCALE_DTYPES)
     return _backend.resolve(backend).quantize_asymmetric(x, bits, group_size, axis, scale_dtype)
@@ -242,7 +242,7 @@ def dequantize_asymmetric(
         raise ValueError(
             f"codes must have shape (..., tokens, channels), but has shape {codes.shape}."
         )
-    group_size = _validate.integer(group_size, "group_size", 1)
+    group_size = _validate.integer(group_size, "group_size", 1, _validate.LARGEST_GROUP)
     axis = _validate.choice(axis, "axis", GROUP_AXES)
     *outer, tokens, channels = codes.shape
     if axis == "token":
@@ -318,8 +318,8 @@ def quantize_kivi_keys(
     k = _validate.float_array(k, "k")
     if k.ndim < 2:
         raise ValueError(f"k must have shape (..., tokens, channels), but has shape {k.shape}.")
-    group_size = _validate.integer(group_size, "group_size", 1)
-    residual = _validate.integer(residual, "residual", 0)
+    group_size = _validate.integer(group_size, "group_size", 1, _validate.LARGEST_GROUP)
+    residual = _validate.token_count(residual, "residual")
     coded = kivi_packed_tokens(k.shape[-2], group_size, residual)
     codes, scale, zero_point = quantize_asymmetric(
         k[..., :coded, :],
@@ -453,8 +453,7 @@ def _vectors(x: ArrayLike) -> NDArray[np.float32]:
 
 
 def _scales(scale: ArrayLike, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
-    array = np.asarray(scale)
+    array = _validate.as_array(scale, name)
     if array.ndim == 0:
-        array = array[None]
-        return _validate.shaped(_validate.float_array(array, name), name, (1, *shape))[0]
+        return _scales(array[None], name, (1, *shape))[0]
     return _validate.shaped(_validate.float_array(array, name), name, shape)

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvcodec import _backend, _validate
+from kvcodec.codebook import HEAD_DIMS
 from kvcodec.reference.fwht import factor_order, inverse_square_root, paley_matrix
 from kvcodec.reference.srht import srht_signs as _srht_signs
 
@@ -275,4 +276,4 @@ def supported_head_dims() -> list[int]:
     >>> {64, 72, 80, 96, 112, 128, 160, 192, 256, 512, 576} <= set(kv.supported_head_dims())
     True
     """
-    return [n for n in range(16, 1025) if factor_order(n) is not None]
+    return list(HEAD_DIMS)

@@ -4,7 +4,8 @@ import numpy as np
 
 from cython.parallel cimport prange, threadid
 from libc.math cimport INFINITY, exp, fabsf, frexp, ldexp, log, signbit, sqrt
-from libc.stdint cimport int8_t, int16_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t
+from libc.stdint cimport INT64_MAX, int8_t, int16_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t
+from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 
 from kvcodec import _backend
@@ -16,6 +17,7 @@ cdef extern from "simd.h" nogil:
     float bits_to_float(uint32_t u)
     uint32_t float_to_bits(float f)
     float exp_nonpositive(float x)
+    float expm1_nonpositive(float x)
     void butterflies(float *x, Py_ssize_t n)
     void count_boundaries(const float *x, Py_ssize_t n, float inverse, const float *boundaries,
                           int count, uint8_t *codes)

@@ -2,9 +2,10 @@
 # center, weigh, rotate in place, then code and pack row by row. Threads take blocks, which do not
 # depend on each other, so the bytes depend neither on threads nor on how many blocks there are.
 
+from dataclasses import replace
 from functools import lru_cache
 
-from kvcodec.encoded import Encoded
+from kvcodec.encoded import empty_encoded
 
 cdef enum:
     SYMMETRIC = 0
@@ -90,8 +91,8 @@ cdef struct Side:
     Py_ssize_t blocks
 
 
-cdef Side side_of(x):
-    """The pointers of a clean array or an Encoded; the caller keeps x alive."""
+cdef Side side_of(x, list keep):
+    """The pointers of a clean array or an Encoded; x and what goes to keep must stay alive."""
     cdef Side side
     cdef CodecPlan plan
     memset(&side, 0, sizeof(Side))
@@ -101,6 +102,7 @@ cdef Side side_of(x):
         side.exact = <const float *> address(x)
         return side
     plan = plan_for(x.codec, x.head_dim)
+    keep.append(plan)
     side.plan = &plan.plan
     side.packed = <const uint8_t *> address(x.packed)
     side.scale = <void *> address(x.scale)
@@ -200,10 +202,9 @@ cdef Py_ssize_t carve_scratch(char *base, Scratch *scratch, Py_ssize_t unit,
     return at
 
 
-cdef void encode_block(const float *x, const Side *side, uint8_t *packed,
-                              int8_t *center_levels, void *center_scale, Py_ssize_t head,
-                              Py_ssize_t first, Py_ssize_t tokens, char *base,
-                              Py_ssize_t unit) noexcept nogil:
+cdef void encode_block(const float *x, const Side *side, uint8_t *packed, int8_t *center_levels,
+                       void *center_scale, Py_ssize_t head, Py_ssize_t first, Py_ssize_t tokens,
+                       char *base, Py_ssize_t unit) noexcept nogil:
     cdef const Plan *plan = side.plan
     cdef Py_ssize_t n = plan.n, token = head * side.tokens + first, t, c, block
     cdef const float *weights
@@ -227,35 +228,17 @@ cdef void encode_block(const float *x, const Side *side, uint8_t *packed,
 
 def encode(x, codec, weights):
     """Encode x (batch, kv_heads, tokens, head_dim) of float32."""
-    batch, heads = x.shape[:2]
     cdef Py_ssize_t tokens = x.shape[2], n = x.shape[3]
     cdef CodecPlan codec_plan = plan_for(codec, n)
     cdef const Plan *plan = &codec_plan.plan
     # One token alone where nothing is shared would only make the tasks small.
     cdef Py_ssize_t unit = plan.block if plan.center or plan.by_token else 64
     cdef Py_ssize_t units = (tokens + unit - 1) // unit
-    cdef Py_ssize_t blocks = (tokens + plan.block - 1) // plan.block
     cdef int threads = threads_for(x.size)
 
-    stored = np.uint16 if plan.bfloat16 else np.float32
-    if plan.code != ASYMMETRIC:
-        shape = (batch, heads, tokens)
-    elif plan.by_token:
-        shape = (batch, heads, (tokens + plan.group_size - 1) // plan.group_size, n)
-    else:
-        shape = (batch, heads, tokens, plan.groups)
-    encoded = Encoded(
-        codec=codec,
-        head_dim=n,
-        packed=np.empty((batch, heads, tokens, plan.row_bytes), dtype=np.uint8),
-        scale=np.empty(shape, dtype=stored),
-        zero_point=np.empty(shape, dtype=stored) if plan.code == ASYMMETRIC else None,
-        center_levels=np.empty((batch, heads, blocks, n), np.int8) if plan.center else None,
-        center_scale=np.empty((batch, heads, blocks), stored) if plan.center else None,
-        weights=weights,
-    )
-
-    cdef Side side = side_of(encoded)
+    encoded = replace(empty_encoded(codec, x.shape), weights=weights)
+    keep = []
+    cdef Side side = side_of(encoded, keep)
     cdef const float *source = <const float *> address(x)
     cdef uint8_t *packed = <uint8_t *> address(encoded.packed)
     cdef int8_t *center_levels = <int8_t *> address(encoded.center_levels)
@@ -263,7 +246,7 @@ def encode(x, codec, weights):
     cdef Scratch unused
     cdef Py_ssize_t thread_bytes = carve_scratch(NULL, &unused, unit, n)
     cdef uint8_t[::1] scratch = np.empty(threads * thread_bytes + 64, dtype=np.uint8)
-    cdef Py_ssize_t task, tasks = batch * heads * units, first, members
+    cdef Py_ssize_t task, tasks = x.shape[0] * x.shape[1] * units, first, members
     for task in prange(tasks, nogil=True, num_threads=threads, schedule="static"):
         first = task % units * unit
         members = unit if first + unit < tokens else tokens - first
@@ -309,7 +292,8 @@ cdef inline void decode_row(const Side *side, Py_ssize_t head, Py_ssize_t t, flo
 
 def decode(encoded):
     """Undo all six steps."""
-    cdef Side side = side_of(encoded)
+    keep = []
+    cdef Side side = side_of(encoded, keep)
     cdef Py_ssize_t n = encoded.head_dim, rows = rows_of(encoded.packed), row
     cdef int threads = threads_for(rows * n)
     out = np.empty(encoded.shape, dtype=np.float32)

@@ -1,7 +1,7 @@
-# Packed layouts. Rows are independent bit streams; a row of 2-, 4- or 8-bit codes (and padded 3-bit
-# ones) is packed byte by byte from 8 / width neighbors, a dense row of 3-bit codes in units of
-# eight codes and three bytes. Unpacking maps each code to its int8 level by a table of 2^width entries.
-# Threads take rows.
+# Packed layouts. Rows are independent bit streams; a row of 2-, 4- or 8-bit codes (and padded
+# 3-bit ones) is packed byte by byte from 8 / width neighbors, a dense row of 3-bit codes in units
+# of eight codes and three bytes. Unpacking maps each code to its int8 level by a table of 2^width
+# entries. Threads take rows.
 
 cdef inline void pack_row(const uint8_t *codes, Py_ssize_t n, int width,
                           uint8_t *packed) noexcept nogil:

@@ -109,25 +109,45 @@ static inline void count_boundaries(const float *x, Py_ssize_t n, float inverse,
     }
 }
 
-/* exp(x) for x <= 0, the same bits on every processor: x = n ln 2 + r with ln 2 in two parts, and
-   the Taylor polynomial of degree 7 in r, |r| < 0.35, whose remainder is below 6e-9. Below -87
-   the result is 0. */
-static inline float exp_nonpositive(float x)
+/* x = n ln 2 + r for x >= -87, with ln 2 in two parts and |r| < 0.35. */
+static inline float reduce_ln2(float x, float *r)
 {
-    float safe = x < -87.0f ? -87.0f : x;
-    float n = round_even(safe * 1.44269504f);
-    float r = fmaf(n, -0.693145752f, safe);
-    r = fmaf(n, -1.42860677e-6f, r);
+    float n = round_even(x * 1.44269504f);
+    *r = fmaf(n, -1.42860677e-6f, fmaf(n, -0.693145752f, x));
+    return n;
+}
+
+/* (exp(r) - 1) / r by its Taylor polynomial of degree 6; exp(r) is then right to 6e-9. */
+static inline float exp_slope(float r)
+{
     float p = 1.0f / 5040.0f;
     p = fmaf(p, r, 1.0f / 720.0f);
     p = fmaf(p, r, 1.0f / 120.0f);
     p = fmaf(p, r, 1.0f / 24.0f);
     p = fmaf(p, r, 1.0f / 6.0f);
     p = fmaf(p, r, 0.5f);
-    p = fmaf(p, r, 1.0f);
-    p = fmaf(p, r, 1.0f);
-    float result = p * bits_to_float((uint32_t)((int32_t)n + 127) << 23);
+    return fmaf(p, r, 1.0f);
+}
+
+static inline float power_of_two(float n)
+{
+    return bits_to_float((uint32_t)((int32_t)n + 127) << 23);
+}
+
+/* exp(x) for x <= 0, the same bits on every processor; 0 below -87. */
+static inline float exp_nonpositive(float x)
+{
+    float r, n = reduce_ln2(x < -87.0f ? -87.0f : x, &r);
+    float result = fmaf(exp_slope(r), r, 1.0f) * power_of_two(n);
     return x < -87.0f ? 0.0f : result;
+}
+
+/* exp(x) - 1 for x <= 0, to full precision near 0. */
+static inline float expm1_nonpositive(float x)
+{
+    float r, n = reduce_ln2(x < -87.0f ? -87.0f : x, &r);
+    float power = power_of_two(n);
+    return fmaf(power, exp_slope(r) * r, power - 1.0f);
 }
 
 #endif

@@ -14,20 +14,20 @@ SMALLEST_NORMAL = np.float32(2.0**-126)
 
 def round_up_to_bfloat16(x: np.ndarray) -> np.ndarray:
     """Round non-negative float32 up to the next bfloat16, returned as float32."""
-    bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
+    bits = np.asarray(x, dtype=np.float32).view(np.uint32)
     return ((bits + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)).view(np.float32)
 
 
 def round_down_to_bfloat16(x: np.ndarray) -> np.ndarray:
     """Round float32 of either sign toward minus infinity to a bfloat16, returned as float32."""
-    bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
+    bits = np.asarray(x, dtype=np.float32).view(np.uint32)
     away = np.where(bits >> np.uint32(31), np.uint32(0xFFFF), np.uint32(0))
     return ((bits + away) & np.uint32(0xFFFF0000)).view(np.float32)
 
 
 def store(x: np.ndarray, scale_dtype: str) -> np.ndarray:
     """Turn float32 that is representable in `scale_dtype` into the array that is kept."""
-    x = np.ascontiguousarray(x, dtype=np.float32)
+    x = np.asarray(x, dtype=np.float32)
     if scale_dtype == "float32":
         return x
     return (x.view(np.uint32) >> np.uint32(16)).astype(np.uint16)

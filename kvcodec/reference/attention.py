@@ -9,8 +9,9 @@ Packed keys and values are never turned back into floats one by one.
 *Scores.* The query goes through the same equalizing (inverted) and rotation as the keys, once, and
 is rounded to INT8. With key levels n_t and scale a_t, q . k_t = a_q a_t (n_q . n_t): an integer
 product, then two multiplications. The center of a block adds q . c to its centered tokens, one
-product a block, for which the query is rounded to 15 bits since c is large. KIVI's channel scales move into the query, one
-INT8 query for each group of tokens; its zero points are one float product a group.
+product a block, for which the query is rounded to 15 bits since c is large. KIVI's channel scales
+move into the query, one INT8 query for each group of tokens; its zero points are one float product
+a group.
 
 *Value sums.* In a tile of 64 tokens the weights w_t = p_t * (scale of v_t) are rounded to integers
 u_t of 7 bits, relative to the largest of the tile: w_t ~ u_t * max(w) / 127. Then sum_t u_t n_t is
@@ -32,11 +33,12 @@ References
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from kvcodec._segment import Segment
+from kvcodec.blocks import Blocks
 from kvcodec.encoded import Encoded
 from kvcodec.reference._numbers import lane_sum, load, reciprocal, round_scale
 from kvcodec.reference.encode import (
@@ -129,8 +131,7 @@ def _products_with_centers(q: np.ndarray, keys: Encoded, query_bits: int | None)
         rounded, query_scale = round_query(q, CENTER_QUERY_BITS)
         products = _product(rounded, _transposed(keys.center_levels))
         products = (products * center_scale[..., None, :]) * query_scale[..., None]
-    products = products.repeat(keys.codec.block, axis=-1)[..., : keys.tokens]
-    return np.where(is_centered(keys)[..., None, :], products, np.float32(0))
+    return products.repeat(keys.codec.block, axis=-1)[..., : keys.tokens]
 
 
 def scores(
@@ -148,7 +149,8 @@ def scores(
         else:
             products = _products_per_token(rotated, keys, query_bits)
         if keys.codec.center:
-            products = products + _products_with_centers(q, keys, query_bits)
+            with_center = products + _products_with_centers(q, keys, query_bits)
+            products = np.where(is_centered(keys)[..., None, :], with_center, products)
     with np.errstate(over="ignore"):
         return np.clip(products * factor[..., None], -SATURATION, SATURATION)
 
@@ -194,6 +196,16 @@ def value_sums(
     return total
 
 
+def units(segment: Segment) -> Iterator[Segment]:
+    """Cut a segment of paged blocks into its units; a unit counts its tokens from 0."""
+    if not isinstance(segment.keys, Blocks):
+        yield segment
+        return
+    for (number, keys), (_, values) in zip(segment.keys, segment.values, strict=True):
+        edges = (np.maximum(edge - number, 0) for edge in (segment.start, segment.stop))
+        yield Segment(keys, values, *edges)
+
+
 def attend(
     q: np.ndarray,
     segments: Sequence[Segment],
@@ -207,6 +219,7 @@ def attend(
     Returns the output, float32 (batch, q_heads, q_len, value head_dim), and the log-sum-exp of the
     scores, float32 (batch, q_heads, q_len).
     """
+    segments = [part for segment in segments for part in units(segment)]
     kv_heads = segments[0].keys.shape[1]
     repeats = q.shape[1] // kv_heads
     rows = group_rows(q, kv_heads)
@@ -215,7 +228,8 @@ def attend(
     for segment in segments:
         s = scores(rows, segment.keys, scale, query_bits)
         if softcap is not None:
-            s = np.float32(softcap) * np.tanh(s / np.float32(softcap))
+            with np.errstate(over="ignore"):
+                s = np.float32(softcap) * np.tanh(s / np.float32(softcap))
         token = np.arange(s.shape[-1])
         visible = (segment.start[..., None] <= token) & (token < segment.stop[..., None])
         visible = np.tile(visible, (1, repeats, 1))[:, None]

@@ -1,0 +1,208 @@
+"""The packed body of one sequence: tokens in units that are filled once and never move."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcodec.codec import Codec
+from kvcodec.encoded import ARRAYS, Encoded, empty_encoded
+
+TILE = 64
+PAGE_UNITS = 16
+
+
+class Blocks:
+    """Keys or values of one sequence and layer, packed (or exact, without a codec).
+
+    Tokens lie in units of 64 slots, or of one block where blocks are larger. A page is an `Encoded`
+    (or an exact array) whose batch axis counts 16 units, allocated as they fill. A unit is written
+    once and never moved. Copies share pages; a shared page is copied before it is written to.
+    Tokens have ascending numbers: unit u holds the tokens first[u] to first[u] + count[u] - 1, and
+    may be short where a sequence was cropped.
+    """
+
+    def __init__(self, codec: Codec | None, heads: int, head_dim: int, block: int) -> None:
+        self.codec = codec
+        self.heads = heads
+        self.head_dim = head_dim
+        self.block = block
+        self.unit = max(TILE, block)
+        self.weights: NDArray[np.float32] | None = None
+        self.pages: list[Any] = []
+        self.shared: list[bool] = []
+        self.units = 0
+        self.first = np.zeros(PAGE_UNITS, dtype=np.int64)
+        self.count = np.zeros(PAGE_UNITS, dtype=np.int64)
+        self.reserved = 0
+        self.tables: dict[str, Any] = {}
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Shape of what it decodes to."""
+        return (1, self.heads, self.tokens, self.head_dim)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are stored."""
+        return int(self.count[: self.units].sum())
+
+    @property
+    def end(self) -> int:
+        """Number of the token after the last one; 0 where there is none."""
+        last = self.units - 1
+        return int(self.first[last] + self.count[last]) if self.units else 0
+
+    def buffers(self) -> list[Any]:
+        """All pages and arrays that take memory, room that is not filled yet included."""
+        return [self.first, self.count, *self.pages]
+
+    def append(self, x: Encoded | NDArray[np.float32], number: int) -> None:
+        """Add whole blocks of encoded (or exact) tokens of batch 1, the first of this number."""
+        done, total = 0, x.shape[2]
+        while done < total:
+            slot = self._open_slot(number + done)
+            size = min(self.unit - slot, total - done)
+            self._write(x, done, slot, size)
+            self.count[self.units - 1] += size
+            done += size
+
+    def _open_slot(self, number: int) -> int:
+        """The slot for the next token in the last unit, which may be a new one."""
+        if self.units:
+            used = int(self.count[self.units - 1])
+            # A unit that was cropped inside a block stays short: its groups are complete.
+            if used < self.unit and used % self.block == 0:
+                return used
+        self._add_unit(number)
+        return 0
+
+    def _add_unit(self, number: int) -> None:
+        if self.units == len(self.pages) * PAGE_UNITS:
+            self._add_page()
+        if self.units == len(self.first):
+            self.first = np.concatenate([self.first, np.zeros_like(self.first)])
+            self.count = np.concatenate([self.count, np.zeros_like(self.count)])
+        self.first[self.units] = number
+        self.count[self.units] = 0
+        self.units += 1
+
+    def append_unit(self, x: Encoded | NDArray[np.float32], number: int) -> None:
+        """Add a unit as it was in another Blocks, short or not."""
+        self._add_unit(number)
+        self._write(x, 0, 0, x.shape[2])
+        self.count[self.units - 1] = x.shape[2]
+
+    def _add_page(self) -> None:
+        shape = (PAGE_UNITS, self.heads, self.unit, self.head_dim)
+        if self.codec is None:
+            page: Any = np.zeros(shape, dtype=np.float32)
+        else:
+            page = empty_encoded(self.codec, shape)
+        self.pages.append(page)
+        self.shared.append(False)
+        self.tables.clear()
+
+    def _write(self, x: Any, done: int, slot: int, size: int) -> None:
+        """Put tokens done .. done + size - 1 of x into the last unit from this slot on."""
+        at, index = divmod(self.units - 1, PAGE_UNITS)
+        if self.shared[at]:
+            self.pages[at] = _copied(self.pages[at])
+            self.shared[at] = False
+            self.tables.clear()
+        page = self.pages[at]
+        if self.codec is None:
+            page[index, :, slot : slot + size] = x[0, :, done : done + size]
+            return
+        for name, step in self.steps().items():
+            target, source = getattr(page, name), getattr(x, name)
+            members = -(-size // step)
+            target[index, :, slot // step : slot // step + members] = source[
+                0, :, done // step : done // step + members
+            ]
+
+    def steps(self) -> dict[str, int]:
+        """Tokens that one entry of the third axis of each array stands for."""
+        codec = self.codec
+        if codec is None:
+            return {"exact": 1}
+        grouped = codec.code == "asymmetric" and codec.group_axis == "token"
+        steps = {"packed": 1, "scale": codec.group_size if grouped else 1}
+        if codec.code == "asymmetric":
+            steps["zero_point"] = steps["scale"]
+        if codec.center:
+            steps |= {"center_levels": codec.block, "center_scale": codec.block}
+        return steps
+
+    def unit_at(self, index: int) -> Any:
+        """One unit as an `Encoded` or exact array of batch 1."""
+        at, inside = divmod(index, PAGE_UNITS)
+        page, size = self.pages[at], int(self.count[index])
+        if self.codec is None:
+            return page[inside : inside + 1, :, :size]
+        arrays = {
+            name: getattr(page, name)[inside : inside + 1, :, : -(-size // step)]
+            for name, step in self.steps().items()
+        }
+        return replace(page, **arrays, weights=self.weights)
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        """Each unit that holds tokens, with the number of its first token."""
+        for index in range(self.units):
+            if self.count[index]:
+                yield int(self.first[index]), self.unit_at(index)
+
+    def truncate(self, number: int) -> None:
+        """Forget the tokens from this number on; a unit may become short."""
+        while self.units and self.first[self.units - 1] >= number:
+            self.units -= 1
+        if self.units:
+            last = self.units - 1
+            self.count[last] = min(self.count[last], number - self.first[last])
+        keep = -(-self.units // PAGE_UNITS)
+        keep = max(keep, self.reserved)
+        if keep < len(self.pages):
+            del self.pages[keep:], self.shared[keep:]
+            self.tables.clear()
+
+    def reserve(self, tokens: int) -> None:
+        """Allocate room for so many tokens now, and keep it."""
+        self.reserved = -(-tokens // (self.unit * PAGE_UNITS))
+        while len(self.pages) < self.reserved:
+            self._add_page()
+
+    def release(self, number: int) -> None:
+        """Give back the pages all of whose tokens come before this number."""
+        pages = 0
+        while (pages + 1) * PAGE_UNITS <= self.units:
+            last = (pages + 1) * PAGE_UNITS - 1
+            if self.first[last] + self.count[last] > number:
+                break
+            pages += 1
+        if pages:
+            gone = pages * PAGE_UNITS
+            del self.pages[:pages], self.shared[:pages]
+            self.first = np.concatenate([self.first[gone:], np.zeros(gone, dtype=np.int64)])
+            self.count = np.concatenate([self.count[gone:], np.zeros(gone, dtype=np.int64)])
+            self.units -= gone
+            self.tables.clear()
+
+    def copy(self) -> Blocks:
+        """A copy that shares the pages."""
+        twin = Blocks(self.codec, self.heads, self.head_dim, self.block)
+        self.shared = [True] * len(self.pages)
+        twin.weights, twin.reserved = self.weights, self.reserved
+        twin.pages, twin.shared, twin.units = list(self.pages), list(self.shared), self.units
+        twin.first, twin.count = self.first.copy(), self.count.copy()
+        return twin
+
+
+def _copied(page: Any) -> Any:
+    if isinstance(page, np.ndarray):
+        return page.copy()
+    arrays = {name: getattr(page, name) for name in ARRAYS}
+    return replace(page, **{name: x.copy() for name, x in arrays.items() if x is not None})
