@@ -13,8 +13,8 @@ from kvcodec.attention import (
     attention,
     merge_attention,
     scores,
-    windowed_attention,
 )
+from kvcodec.cache import KVCache
 from kvcodec.codebook import Codebook, codebook
 from kvcodec.codec import PRESETS, Codec, codec
 from kvcodec.data import Sample, load_sample
@@ -37,6 +37,7 @@ from kvcodec.transform import (
     srht_signs,
     supported_head_dims,
 )
+from kvcodec.window import windowed_attention
 
 __all__ = [
     "PRESETS",
@@ -44,6 +45,7 @@ __all__ = [
     "Codebook",
     "Codec",
     "Encoded",
+    "KVCache",
     "Sample",
     "__version__",
     "attention",

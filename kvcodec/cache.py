@@ -1,0 +1,931 @@
+"""KVCache: the keys and values of all layers of a batch of sequences, packed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Several
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from kvcodec import _backend, _validate
+from kvcodec.attention import (
+    AttentionResult,
+    check_probability_bits,
+    check_query_bits,
+    check_window,
+    softmax_scale,
+)
+from kvcodec.codec import Codec, codec
+from kvcodec.sequence import Layer, Sequence
+
+__all__ = ["KVCache"]
+
+CodecChoice = str | Codec | None
+Floats = NDArray[np.float32]
+MOST_RESERVED = 2**24
+
+
+class KVCache:
+    """A transformer's KV cache in packed form, with attention over it.
+
+    Each layer of each sequence keeps its first `sinks` tokens exact, packs the body in blocks, and
+    keeps the newest `recent` to ``recent + block - 1`` tokens exact. A token is encoded once and
+    its codes never change; any chunking of the same tokens gives the same bytes.
+
+    Parameters
+    ----------
+    num_layers : int
+        Layers of the model.
+    num_kv_heads : int or sequence of int
+        KV heads, for all layers or for each.
+    head_dim : int or sequence of int
+        Channels of a key (and of a value, unless `value_head_dim` is given), for all or each layer.
+    key, value : str, Codec, None, or mapping from layer to these, default "int4"
+        Codec of each side; None leaves it in float32. A mapping must name every layer.
+    sinks : int, default 4
+        Exact tokens at the beginning.
+    recent : int, default 64
+        Newest tokens that stay exact.
+    block : int, default 64
+        Tokens that are packed at a time: a divisor or a multiple of 64, and a multiple of every
+        codec's groups of tokens. 1 packs token by token, for codecs that do not center.
+    rollback : int, default 0
+        A crop of at most so many tokens leaves exactly what a fresh cache of the remaining tokens
+        would hold; their exact values are kept for that.
+    batch : int, default 1
+        Sequences.
+    max_tokens : int, optional
+        Reserve memory for so many tokens a sequence, at most 2^24, and raise when more come.
+    window : int, optional
+        Ring mode: a query sees the sinks, itself and the ``window - 1`` tokens before; pages that
+        no query can see any more are given back and nothing is moved.
+    value_head_dim : int or sequence of int, optional
+        Channels of a value, if they differ from those of a key.
+    query_bits, probability_bits
+        As in `attention`.
+    backend : {"auto", "fast", "reference"}, optional
+        Which twin runs; see `config_context`.
+
+    Raises
+    ------
+    ValueError
+        If an argument, or a combination of them, is not allowed.
+
+    References
+    ----------
+    G. Xiao et al., attention sinks, arXiv:2309.17453; Z. Liu et al., KIVI, arXiv:2402.02750, for
+    the exact recent tokens.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import kvcodec as kv
+    >>> cache = kv.KVCache(1, num_kv_heads=2, head_dim=64, key="int4", value="lm2")
+    >>> rng = np.random.default_rng(0)
+    >>> k, v = rng.standard_normal((2, 1, 2, 500, 64), dtype=np.float32)
+    >>> q = rng.standard_normal((1, 8, 500, 64), dtype=np.float32)
+    >>> cache.append_attend(0, q, k, v).shape
+    (1, 8, 500, 64)
+    >>> cache
+    <KVCache of 500 tokens: 1 layer, batch 1, int4 keys (equalized), lm2 values, ...>
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_kv_heads: int | Several[int],
+        head_dim: int | Several[int],
+        key: CodecChoice | Mapping[int, CodecChoice] = "int4",
+        value: CodecChoice | Mapping[int, CodecChoice] = "int4",
+        *,
+        sinks: int = 4,
+        recent: int = 64,
+        block: int = 64,
+        rollback: int = 0,
+        batch: int = 1,
+        max_tokens: int | None = None,
+        window: int | None = None,
+        value_head_dim: int | Several[int] | None = None,
+        query_bits: int | None = 8,
+        probability_bits: int | str | None = "auto",
+        backend: str | None = None,
+    ) -> None:
+        num_layers = _validate.integer(num_layers, "num_layers", 1)
+        each = _for_each_layer(num_layers)
+        heads = each(num_kv_heads, "num_kv_heads", lambda x, name: _validate.integer(x, name, 1))
+        dims = each(head_dim, "head_dim", _check_head_dim)
+        value_dims = (
+            dims
+            if value_head_dim is None
+            else each(value_head_dim, "value_head_dim", _check_head_dim)
+        )
+        self._max_tokens = (
+            None
+            if max_tokens is None
+            else _validate.integer(max_tokens, "max_tokens", 1, MOST_RESERVED)
+        )
+        exact = {
+            "sinks": _validate.token_count(sinks, "sinks"),
+            "recent": _validate.token_count(recent, "recent"),
+            "block": _check_block(block),
+            "rollback": _validate.token_count(rollback, "rollback"),
+            "window": None if window is None else _validate.token_count(window, "window", 1),
+            "reserve": 0 if max_tokens is None else max(max_tokens - sinks - recent, 0),
+        }
+        batch = _validate.integer(batch, "batch", 1)
+        keys = _codecs(key, "key", num_layers, block, dims)
+        values = _codecs(value, "value", num_layers, block, value_dims)
+        self._query_bits = check_query_bits(query_bits)
+        self._probability_bits = probability_bits
+        check_probability_bits(probability_bits, 8)
+        self._backend = backend
+        _backend.active_backend(backend)
+        self.layers = [
+            Layer(*sizes, **exact)
+            for sizes in zip(heads, dims, value_dims, keys, values, strict=True)
+        ]
+        self.sequences = [[Sequence(layer) for _ in range(batch)] for layer in self.layers]
+
+    # What it holds
+
+    @property
+    def num_layers(self) -> int:
+        """Layers."""
+        return len(self.layers)
+
+    @property
+    def batch(self) -> int:
+        """Sequences."""
+        return len(self.sequences[0])
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each sequence in each layer, int64 (layers, batch)."""
+        return np.array([[row.length for row in rows] for rows in self.sequences], dtype=np.int64)
+
+    @property
+    def seq_length(self) -> int:
+        """Tokens of the longest sequence, evicted ones not counted."""
+        return int(self.lengths.max())
+
+    def __len__(self) -> int:
+        return self.seq_length
+
+    @property
+    def capacity(self) -> int | None:
+        """The most tokens a sequence may have: `max_tokens`, or None for no limit."""
+        return self._max_tokens
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers, room that is not filled yet included; shared pages count once."""
+        return self.memory()["total"]
+
+    def memory(self) -> dict[str, Any]:
+        """Bytes by layer and part, and the ratio to float16.
+
+        Returns
+        -------
+        dict
+            ``total``, ``fp16`` (what all tokens would take in float16), ``ratio`` (fp16 / total),
+            and ``layers``: for each layer the bytes of "sinks", "key_body", "value_body", "tail"
+            and "statistics", over all sequences.
+
+        Examples
+        --------
+        >>> import kvcodec as kv
+        >>> kv.KVCache(1, 2, 64).memory()["fp16"]
+        0
+        """
+        layers = []
+        fp16 = 0
+        counted: set[int] = set()
+        for layer, rows in zip(self.layers, self.sequences, strict=True):
+            parts = [row.parts(counted) for row in rows]
+            layers.append({name: sum(part[name] for part in parts) for name in parts[0]})
+            tokens = sum(row.length for row in rows)
+            fp16 += 2 * tokens * layer.kv_heads * (layer.key_dim + layer.value_dim)
+        total = sum(sum(parts.values()) for parts in layers)
+        ratio = fp16 / total if total else float("nan")
+        return {"total": total, "fp16": fp16, "ratio": ratio, "layers": layers}
+
+    def keys(self, layer: int) -> Floats:
+        """Decoded keys as the next query would see them, for inspection.
+
+        Parameters
+        ----------
+        layer : int
+            The layer.
+
+        Returns
+        -------
+        ndarray of float32, shape (batch, kv_heads, tokens, head_dim)
+            Rows shorter than the longest are padded with zeros on the left.
+
+        Raises
+        ------
+        ValueError
+            If there is no such layer.
+
+        Examples
+        --------
+        >>> import kvcodec as kv
+        >>> kv.KVCache(1, 2, 64).keys(0).shape
+        (1, 2, 0, 64)
+        """
+        return self._decoded(layer, "key")
+
+    def values(self, layer: int) -> Floats:
+        """Decoded values as the next query would see them, for inspection.
+
+        Parameters
+        ----------
+        layer : int
+            The layer.
+
+        Returns
+        -------
+        ndarray of float32, shape (batch, kv_heads, tokens, value head_dim)
+            Rows shorter than the longest are padded with zeros on the left.
+
+        Raises
+        ------
+        ValueError
+            If there is no such layer.
+
+        Examples
+        --------
+        >>> import kvcodec as kv
+        >>> kv.KVCache(1, 2, 64, value_head_dim=32).values(0).shape
+        (1, 2, 0, 32)
+        """
+        return self._decoded(layer, "value")
+
+    # Appending and attending
+
+    def append(
+        self, layer: int, k: ArrayLike, v: ArrayLike, *, lengths: ArrayLike | None = None
+    ) -> None:
+        """Add tokens to a layer.
+
+        Parameters
+        ----------
+        layer : int
+            The layer.
+        k : array_like of float, shape (batch, kv_heads, tokens, head_dim)
+            Keys, after the rotary embedding.
+        v : array_like of float, shape (batch, kv_heads, tokens, value head_dim)
+            Values.
+        lengths : array_like of int, shape (batch,), optional
+            For a batch that is padded on the left: how many tokens of each row, from the right, are
+            real.
+
+        Raises
+        ------
+        ValueError
+            If shapes do not fit, a value is not finite, or `max_tokens` would be exceeded; the
+            cache is then as it was.
+        TypeError
+            If an array does not hold floats.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import kvcodec as kv
+        >>> cache = kv.KVCache(1, 2, 64)
+        >>> cache.append(0, np.ones((1, 2, 10, 64)), np.ones((1, 2, 10, 64)))
+        >>> len(cache)
+        10
+        """
+        rows = self._rows(layer)
+        k, v, real = self._new_tokens(layer, k, v, lengths)
+        twin = self._twin()
+        for index, (row, tokens) in enumerate(zip(rows, real, strict=True)):
+            row.append(*_last(tokens, index, k, v), None, twin)
+            row.trim()
+
+    def attend(
+        self,
+        layer: int,
+        q: ArrayLike,
+        *,
+        scale: float | None = None,
+        causal: bool = True,
+        softcap: float | None = None,
+        window: int | None = None,
+        lengths: ArrayLike | None = None,
+        return_lse: bool = False,
+    ) -> Floats | AttentionResult:
+        """Attention of queries over what a layer holds.
+
+        Parameters
+        ----------
+        layer : int
+            The layer.
+        q : array_like of float, shape (batch, q_heads, q_len, head_dim)
+            Queries of the newest tokens, after the rotary embedding.
+        scale : float, optional
+            Factor of q . k; by default 1 / sqrt(head_dim).
+        causal : bool, default True
+            Whether a query sees only tokens up to its own.
+        softcap : float, optional
+            Scores s become ``softcap * tanh(s / softcap)``, before the mask.
+        window : int, optional
+            A query sees itself and the ``window - 1`` tokens before, sinks not excepted.
+        lengths : array_like of int, shape (batch,), optional
+            How many queries of each row, from the right, are real; the others give zeros.
+        return_lse : bool, default False
+            Whether to return the log-sum-exp of the scores too.
+
+        Returns
+        -------
+        ndarray of float32, shape (batch, q_heads, q_len, value head_dim), or AttentionResult
+            The output.
+
+        Raises
+        ------
+        ValueError
+            If shapes do not fit, an option is not allowed, or a value is not finite.
+        TypeError
+            If q does not hold floats.
+
+        References
+        ----------
+        T. Dao et al., FlashAttention, arXiv:2205.14135, algorithm 1.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import kvcodec as kv
+        >>> cache = kv.KVCache(1, 2, 64)
+        >>> cache.append(0, np.ones((1, 2, 10, 64)), np.ones((1, 2, 10, 64)))
+        >>> float(cache.attend(0, np.ones((1, 4, 1, 64))).mean())
+        1.0
+        """
+        rows = self._rows(layer)
+        q = self._queries(layer, q)
+        options = self._options(q, scale, softcap, window)
+        causal = _validate.boolean(causal, "causal")
+        check_window(window, causal)
+        real = self._lengths(lengths, q.shape[2])
+        for row, tokens in zip(rows, real, strict=True):
+            self._check_queries(row, tokens)
+        twin = self._twin()
+        results = []
+        for index, (row, tokens) in enumerate(zip(rows, real, strict=True)):
+            positions = np.arange(row.end - tokens, row.end, dtype=np.int64)
+            body_end = np.full_like(positions, row.packed_end)
+            segments = row.segments(positions, body_end, causal, window)
+            results.append(self._attend(_last(tokens, index, q)[0], segments, options, twin))
+        return _stacked(results, q.shape, self.layers[layer].value_dim, return_lse)
+
+    def append_attend(
+        self,
+        layer: int,
+        q: ArrayLike,
+        k: ArrayLike,
+        v: ArrayLike,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+        window: int | None = None,
+        lengths: ArrayLike | None = None,
+        exact_prefill: bool = False,
+        return_lse: bool = False,
+    ) -> Floats | AttentionResult:
+        """Add tokens to a layer and attend with their queries, causally.
+
+        Every query sees exactly what decoding one token at a time would have shown it, however the
+        sequence is cut into chunks. Equalizing takes its weights from queries given here.
+
+        Parameters
+        ----------
+        layer : int
+            The layer.
+        q : array_like of float, shape (batch, q_heads, tokens, head_dim)
+            Queries, after the rotary embedding.
+        k : array_like of float, shape (batch, kv_heads, tokens, head_dim)
+            Keys, after the rotary embedding.
+        v : array_like of float, shape (batch, kv_heads, tokens, value head_dim)
+            Values.
+        scale, softcap, window, lengths, return_lse
+            As in `attend`.
+        exact_prefill : bool, default False
+            Whether the queries see the tokens of this call exactly, even those that are packed by
+            then. The result then depends on how the sequence is cut into calls.
+
+        Returns
+        -------
+        ndarray of float32, shape (batch, q_heads, tokens, value head_dim), or AttentionResult
+            The output; zeros for padding.
+
+        Raises
+        ------
+        ValueError
+            If shapes do not fit, an option is not allowed, a value is not finite, or `max_tokens`
+            would be exceeded; the cache is then as it was.
+        TypeError
+            If an array does not hold floats.
+
+        References
+        ----------
+        T. Dao et al., FlashAttention, arXiv:2205.14135, algorithm 1.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import kvcodec as kv
+        >>> cache = kv.KVCache(1, 2, 64)
+        >>> x = np.ones((1, 2, 10, 64))
+        >>> cache.append_attend(0, x, x, x).shape
+        (1, 2, 10, 64)
+        """
+        rows = self._rows(layer)
+        q = self._queries(layer, q)
+        k, v, real = self._new_tokens(layer, k, v, lengths)
+        if q.shape[2] != k.shape[2]:
+            raise ValueError(
+                f"q must have as many tokens as k, {k.shape[2]}, but has {q.shape[2]}."
+            )
+        options = self._options(q, scale, softcap, window)
+        exact_prefill = _validate.boolean(exact_prefill, "exact_prefill")
+        twin = self._twin()
+        results = []
+        for index, (row, tokens) in enumerate(zip(rows, real, strict=True)):
+            query, *new = _last(tokens, index, q, k, v)
+            end, packed_end = row.end, row.packed_end
+            row.append(*new, query, twin)
+            positions = np.arange(end, row.end, dtype=np.int64)
+            exact_from = end if exact_prefill else None
+            body_end = row.body_ends(packed_end, positions, exact_from)
+            segments = row.segments(positions, body_end, True, window)
+            results.append(self._attend(query, segments, options, twin))
+            row.trim()
+        return _stacked(results, q.shape, self.layers[layer].value_dim, return_lse)
+
+    # Changing what it holds
+
+    def crop(self, length: int) -> None:
+        """Keep the first `length` tokens of every sequence in every layer.
+
+        Nothing is encoded again. At most `rollback` tokens back this leaves, bit for bit, what a
+        fresh cache of `length` tokens holds; further back the remaining codes stay as they are and
+        the last block is closed short. Shorter sequences stay as they are.
+
+        Parameters
+        ----------
+        length : int
+            Tokens to keep; negative numbers count from the end of the longest sequence.
+
+        Raises
+        ------
+        ValueError
+            If there are fewer tokens, or in ring mode if tokens that a query would see are gone.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import kvcodec as kv
+        >>> cache = kv.KVCache(1, 2, 64)
+        >>> cache.append(0, np.ones((1, 2, 10, 64)), np.ones((1, 2, 10, 64)))
+        >>> cache.crop(-3)
+        >>> len(cache)
+        7
+        """
+        longest = self.seq_length
+        given = _validate.integer(length, "length", -longest, longest)
+        length = given + longest if given < 0 else given
+        for row in self._all():
+            if length < row.length and not row.can_crop(length):
+                raise ValueError(
+                    f"length must keep the tokens that the window of {row.layer.window} needs, "
+                    f"but {given} was given and tokens before {row.released} are gone."
+                )
+        for row in self._all():
+            row.crop(length)
+
+    def evict(self, tokens: int) -> None:
+        """Drop the oldest tokens after the sinks, of every sequence in every layer.
+
+        Parameters
+        ----------
+        tokens : int
+            How many; no sequence may have fewer after its sinks.
+
+        Raises
+        ------
+        ValueError
+            If a sequence has fewer tokens after its sinks.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import kvcodec as kv
+        >>> cache = kv.KVCache(1, 2, 64)
+        >>> cache.append(0, np.ones((1, 2, 10, 64)), np.ones((1, 2, 10, 64)))
+        >>> cache.evict(3)
+        >>> len(cache)
+        7
+        """
+        most = min(max(row.length - row.layer.sinks, 0) for row in self._all())
+        tokens = _validate.integer(tokens, "tokens", 0, most)
+        for row in self._all():
+            row.evict(tokens)
+
+    def reorder(self, indices: ArrayLike) -> None:
+        """Replace the batch by as many of its rows, as beam search does; codes are not changed.
+
+        Parameters
+        ----------
+        indices : array_like of int, shape (batch,)
+            For each new row the old one that it continues.
+
+        Raises
+        ------
+        ValueError
+            If there are not `batch` indices of rows.
+
+        Examples
+        --------
+        >>> import kvcodec as kv
+        >>> kv.KVCache(1, 2, 64, batch=2).reorder([1, 1])
+        """
+        chosen = self._indices(indices)
+        if len(chosen) != self.batch:
+            raise ValueError(
+                f"indices must be {self.batch}, one for each row, but {len(chosen)} were given."
+            )
+        self._take(chosen)
+
+    def select(self, indices: ArrayLike) -> None:
+        """Keep the given rows of the batch, in the given order.
+
+        Parameters
+        ----------
+        indices : array_like of int, shape (new batch,)
+            Rows to keep; at least one, and a row may be named more than once.
+
+        Raises
+        ------
+        ValueError
+            If there is no index, or one is no row.
+
+        Examples
+        --------
+        >>> import kvcodec as kv
+        >>> cache = kv.KVCache(1, 2, 64, batch=3)
+        >>> cache.select([2])
+        >>> cache.batch
+        1
+        """
+        self._take(self._indices(indices))
+
+    def repeat(self, times: int) -> None:
+        """Repeat each row of the batch, next to itself; the copies share full pages.
+
+        Parameters
+        ----------
+        times : int
+            How often, at least 1.
+
+        Raises
+        ------
+        ValueError
+            If times is no such number.
+
+        Examples
+        --------
+        >>> import kvcodec as kv
+        >>> cache = kv.KVCache(1, 2, 64)
+        >>> cache.repeat(4)
+        >>> cache.batch
+        4
+        """
+        times = _validate.integer(times, "times", 1)
+        self._take([row for row in range(self.batch) for _ in range(times)])
+
+    def reset(self) -> None:
+        """Forget all tokens.
+
+        Examples
+        --------
+        >>> import kvcodec as kv
+        >>> kv.KVCache(1, 2, 64).reset()
+        """
+        self.sequences = [[Sequence(layer) for _ in range(self.batch)] for layer in self.layers]
+
+    def copy(self) -> KVCache:
+        """A cache that continues on its own; the packed pages are shared until written to.
+
+        Returns
+        -------
+        KVCache
+            The copy.
+
+        Examples
+        --------
+        >>> import kvcodec as kv
+        >>> kv.KVCache(1, 2, 64).copy().seq_length
+        0
+        """
+        twin = object.__new__(KVCache)
+        twin.__dict__.update(self.__dict__)
+        twin.layers = list(self.layers)
+        twin.sequences = [[row.copy() for row in rows] for rows in self.sequences]
+        return twin
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the cache to a safetensors file, as a whole or not at all.
+
+        Parameters
+        ----------
+        path : path-like
+            The file; an existing one is replaced once the new one is complete.
+
+        Raises
+        ------
+        ImportError
+            If safetensors is not installed (extra ``storage``).
+        OSError
+            If the file cannot be written.
+
+        Examples
+        --------
+        >>> import tempfile, pathlib
+        >>> import kvcodec as kv
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = pathlib.Path(folder) / "prompt.safetensors"
+        ...     kv.KVCache(1, 2, 64).save(path)
+        ...     kv.KVCache.load(path).num_layers
+        1
+        """
+        from kvcodec import storage
+
+        storage.save(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], *, backend: str | None = None) -> KVCache:
+        """Read a cache that `save` wrote; it continues byte for byte like the saved one.
+
+        Parameters
+        ----------
+        path : path-like
+            The file.
+        backend : {"auto", "fast", "reference"}, optional
+            Which twin runs; see `config_context`.
+
+        Returns
+        -------
+        KVCache
+            The cache.
+
+        Raises
+        ------
+        ImportError
+            If safetensors is not installed (extra ``storage``).
+        ValueError
+            If the file is truncated, damaged, of another kind or of another version.
+        OSError
+            If the file cannot be read.
+
+        Examples
+        --------
+        >>> import tempfile, pathlib
+        >>> import kvcodec as kv
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = pathlib.Path(folder) / "prompt.safetensors"
+        ...     kv.KVCache(1, 2, 64, key="int8").save(path)
+        ...     kv.KVCache.load(path).layers[0].key.name
+        'int8'
+        """
+        from kvcodec import storage
+
+        return storage.load(path, backend)
+
+    # Parts of the above
+
+    def _twin(self) -> ModuleType:
+        return _backend.resolve(self._backend)
+
+    def _all(self) -> list[Sequence]:
+        return [row for rows in self.sequences for row in rows]
+
+    def _rows(self, layer: int) -> list[Sequence]:
+        return self.sequences[_validate.integer(layer, "layer", 0, self.num_layers - 1)]
+
+    def _take(self, chosen: list[int]) -> None:
+        self.sequences = [[rows[index].copy() for index in chosen] for rows in self.sequences]
+
+    def _indices(self, indices: ArrayLike) -> list[int]:
+        array = np.asarray(indices)
+        if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":
+            raise ValueError(
+                f"indices must be a list of at least one row number, but {indices!r} was given."
+            )
+        if array.min() < 0 or array.max() >= self.batch:
+            raise ValueError(
+                f"indices must lie from 0 to {self.batch - 1}, but {indices!r} was given."
+            )
+        return [int(index) for index in array]
+
+    def _lengths(self, lengths: ArrayLike | None, tokens: int) -> list[int]:
+        if lengths is None:
+            return [tokens] * self.batch
+        array = np.asarray(lengths)
+        if array.shape != (self.batch,) or array.dtype.kind not in "iu":
+            raise ValueError(
+                f"lengths must be {self.batch} whole numbers, one for each row, "
+                f"but {lengths!r} was given."
+            )
+        if array.min() < 0 or array.max() > tokens:
+            raise ValueError(f"lengths must lie from 0 to {tokens}, but {lengths!r} was given.")
+        return [int(length) for length in array]
+
+    def _new_tokens(
+        self, layer: int, k: ArrayLike, v: ArrayLike, lengths: ArrayLike | None
+    ) -> tuple[Floats, Floats, list[int]]:
+        """Checked keys and values, and how many tokens of each row are real."""
+        about = self.layers[layer]
+        k, v = _validate.kv_array(k, "k"), _validate.kv_array(v, "v")
+        shape = (self.batch, about.kv_heads, k.shape[2])
+        _validate.shaped(k, "k", (*shape, about.key_dim))
+        _validate.shaped(v, "v", (*shape, about.value_dim))
+        real = self._lengths(lengths, k.shape[2])
+        if self._max_tokens is not None:
+            for row, tokens in zip(self.sequences[layer], real, strict=True):
+                if row.length + tokens > self._max_tokens:
+                    raise ValueError(
+                        f"k must not bring a sequence beyond max_tokens, {self._max_tokens}, "
+                        f"but {tokens} tokens were given to one of {row.length}."
+                    )
+        return k, v, real
+
+    def _queries(self, layer: int, q: ArrayLike) -> Floats:
+        about = self.layers[layer]
+        q = _validate.kv_array(q, "q")
+        _validate.query_heads(q, (self.batch, about.kv_heads, 0, about.key_dim))
+        return q
+
+    def _check_queries(self, row: Sequence, tokens: int) -> None:
+        if tokens > row.length:
+            raise ValueError(
+                f"q must have at most as many queries as there are tokens, {row.length}, "
+                f"but has {tokens}."
+            )
+        if tokens and not row.can_crop(row.length - tokens):
+            raise ValueError(
+                f"q must have at most {1 + row.layer.rollback} queries in ring mode, once tokens "
+                f"have left the window, but has {tokens}."
+            )
+
+    def _options(
+        self, q: Floats, scale: float | None, softcap: float | None, window: int | None
+    ) -> tuple[float, float | None]:
+        if window is not None:
+            _validate.token_count(window, "window", 1)
+        softcap = None if softcap is None else _validate.positive(softcap, "softcap")
+        return softmax_scale(scale, q.shape[3]), softcap
+
+    def _attend(
+        self, q: Floats, segments: list[Any], options: tuple[Any, ...], twin: ModuleType
+    ) -> tuple[Floats, Floats]:
+        values = segments[1].values.codec
+        bits = check_probability_bits(self._probability_bits, 4 if values is None else values.bits)
+        return twin.attend(q, segments, *options, self._query_bits, bits)
+
+    def _decoded(self, layer: int, side: str) -> Floats:
+        rows = [row.decoded(side, self._twin()) for row in self._rows(layer)]
+        longest = max(row.shape[1] for row in rows)
+        out = np.zeros((len(rows), rows[0].shape[0], longest, rows[0].shape[2]), np.float32)
+        for target, row in zip(out, rows, strict=True):
+            target[:, longest - row.shape[1] :] = row
+        return out
+
+    def __repr__(self) -> str:
+        layers = f"{self.num_layers} layer{'s' if self.num_layers > 1 else ''}"
+        memory = self.memory()
+        ratio = f", {memory['ratio']:.1f} times smaller than fp16" if memory["fp16"] else ""
+        return (
+            f"<KVCache of {self.seq_length} tokens: {layers}, batch {self.batch}, "
+            f"{self._names('key')} keys{self._equalized()}, {self._names('value')} values, "
+            f"{memory['total']:,} bytes{ratio}>"
+        )
+
+    def _names(self, side: str) -> str:
+        names = dict.fromkeys(
+            "float32" if made is None else made.name
+            for made in (getattr(layer, side) for layer in self.layers)
+        )
+        return " or ".join(names)
+
+    def _equalized(self) -> str:
+        """Whether the keys that would be equalized are."""
+        wanted = [row for row in self._all() if row.layer.key and row.layer.key.equalize]
+        packed = [row for row in wanted if row.keys.units]
+        if not packed:
+            return ""
+        return (
+            " (equalized)"
+            if all(row.keys.weights is not None for row in packed)
+            else (" (not equalized: no queries were seen)")
+        )
+
+    def _repr_html_(self) -> str:
+        memory = self.memory()
+        names = list(memory["layers"][0])
+        head = "".join(f"<th>{name.replace('_', ' ')}</th>" for name in ["layer", *names])
+        body = "".join(
+            f"<tr><td>{index}</td>"
+            + "".join(f"<td>{parts[name]:,}</td>" for name in names)
+            + "</tr>"
+            for index, parts in enumerate(memory["layers"])
+        )
+        text = repr(self).strip("<>")
+        return f"<p>{text}</p><table><tr>{head}</tr>{body}</table><p>Bytes by layer and part.</p>"
+
+
+def _for_each_layer(num_layers: int) -> Callable[..., list[Any]]:
+    """A function that checks a value for all layers, or one for each."""
+
+    def each(value: Any, name: str, check: Callable[[Any, str], Any]) -> list[Any]:
+        if isinstance(value, (list, tuple, np.ndarray)):
+            if len(value) != num_layers:
+                raise ValueError(
+                    f"{name} must be one number or {num_layers}, one for each layer, "
+                    f"but {len(value)} were given."
+                )
+            return [check(one, name) for one in value]
+        return [check(value, name)] * num_layers
+
+    return each
+
+
+def _check_head_dim(value: Any, name: str) -> int:
+    return _validate.integer(value, name, 1, _validate.LARGEST_HEAD_DIM)
+
+
+def _check_block(block: int) -> int:
+    block = _validate.integer(block, "block", 1, 4096)
+    if 64 % block and block % 64:
+        raise ValueError(f"block must be a divisor or a multiple of 64, but {block} was given.")
+    return block
+
+
+def _codecs(
+    choice: CodecChoice | Mapping[int, CodecChoice],
+    side: str,
+    num_layers: int,
+    block: int,
+    dims: list[int],
+) -> list[Codec | None]:
+    """The codec of each layer for one side, settled and with the cache's block."""
+    if isinstance(choice, Mapping):
+        if set(choice) != set(range(num_layers)):
+            raise ValueError(
+                f"{side} must name every layer from 0 to {num_layers - 1} once, "
+                f"but names {sorted(choice)}."
+            )
+        chosen = [choice[layer] for layer in range(num_layers)]
+    else:
+        chosen = [choice] * num_layers
+    return [_settled(one, side, block, dim) for one, dim in zip(chosen, dims, strict=True)]
+
+
+def _settled(choice: CodecChoice, side: str, block: int, dim: int) -> Codec | None:
+    if choice is None:
+        return None
+    if isinstance(choice, str):
+        choice = codec(choice, block=block)
+    elif not isinstance(choice, Codec):
+        raise TypeError(f"{side} must be the name of a preset, a Codec or None, but is {choice!r}.")
+    elif choice.block != block:
+        raise ValueError(
+            f"block must be that of the {side} codec, {choice.block}, but {block} was given."
+        )
+    settled = choice.for_side(side)
+    settled.check_head_dim(dim, f"head_dim of the {side}s")
+    return settled
+
+
+def _last(tokens: int, row: int, *arrays: Floats) -> list[Floats]:
+    """The last tokens of one row of each array, as a batch of 1 in one piece."""
+    return [np.ascontiguousarray(x[row : row + 1, :, x.shape[2] - tokens :]) for x in arrays]
+
+
+def _stacked(
+    results: list[tuple[Floats, Floats]], shape: tuple[int, ...], dim: int, return_lse: bool
+) -> Floats | AttentionResult:
+    """The rows' results as a batch, padded on the left."""
+    if len(results) == 1 and results[0][0].shape[2] == shape[2]:
+        output, log_sum_exp = results[0]
+    else:
+        output = np.zeros((*shape[:3], dim), dtype=np.float32)
+        log_sum_exp = np.full(shape[:3], -np.inf, dtype=np.float32)
+        for row, (part, part_lse) in enumerate(results):
+            start = shape[2] - part.shape[2]
+            output[row, :, start:], log_sum_exp[row, :, start:] = part[0], part_lse[0]
+    return AttentionResult(output, log_sum_exp) if return_lse else output

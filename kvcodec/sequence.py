@@ -1,0 +1,337 @@
+"""One sequence in one layer: exact sinks, packed body, exact tail."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcodec._segment import Segment
+from kvcodec.blocks import TILE, Blocks
+from kvcodec.codec import Codec
+from kvcodec.reference.center import center_tokens
+from kvcodec.reference.equalize import equalizing_weights
+
+Floats = NDArray[np.float32]
+SPARE = 32
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What all sequences of a layer have in common; codecs are settled for their side or None."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    key: Codec | None
+    value: Codec | None
+    sinks: int
+    recent: int
+    block: int
+    rollback: int
+    window: int | None
+    reserve: int
+
+
+class Tail:
+    """Exact tokens in a buffer: appended at the end, dropped at the front, compacted when full.
+
+    Slot 0 always holds a token whose number differs from the first one's by whole tiles, so that
+    sums over tiles do not depend on how the tokens came to be where they are.
+    """
+
+    def __init__(self, heads: int, dims: tuple[int, int], number: int, slots: int = 0) -> None:
+        self.k, self.v = (np.zeros((1, heads, slots, dim), dtype=np.float32) for dim in dims)
+        self.origin = number
+        self.restart(number)
+
+    def restart(self, number: int) -> None:
+        """Hold no token; the next one has this number."""
+        self.first = self.end = number
+        self.base = number - (number - self.origin) % TILE  # number of slot 0
+
+    def append(self, k: Floats, v: Floats) -> None:
+        """Add tokens (1, heads, tokens, dim)."""
+        count, new = self.end - self.first, k.shape[2]
+        if self.end - self.base + new > self.k.shape[2]:
+            # Spare room for half a block: a token is moved a few times, not at each append.
+            self._move(count + new + SPARE)
+        at = self.end - self.base
+        self.k[:, :, at : at + new] = k
+        self.v[:, :, at : at + new] = v
+        self.end += new
+
+    def _move(self, slots: int) -> None:
+        """Bring the tokens to the front of new buffers with room for so many."""
+        lead = (self.first - self.origin) % TILE
+        kept = slice(self.first - self.base, self.end - self.base)
+        for name in ("k", "v"):
+            old = getattr(self, name)
+            new = np.zeros((*old.shape[:2], lead + slots, old.shape[3]), dtype=np.float32)
+            new[:, :, lead : lead + kept.stop - kept.start] = old[:, :, kept]
+            setattr(self, name, new)
+        self.base = self.first - lead
+
+    def drop(self, number: int) -> None:
+        """Forget the tokens before this number, and the room of a long prompt with them."""
+        self.first = min(max(self.first, number), self.end)
+        count = self.end - self.first
+        if self.k.shape[2] > 2 * (count + SPARE) + TILE:
+            self._move(count + SPARE)
+
+    def truncate(self, number: int) -> None:
+        """Forget the tokens from this number on."""
+        if number < self.first:
+            self.restart(number)
+        self.end = number
+
+    def take(self, start: int, stop: int) -> tuple[Floats, Floats]:
+        """Keys and values of the tokens start <= number < stop."""
+        part = slice(start - self.base, stop - self.base)
+        return self.k[:, :, part], self.v[:, :, part]
+
+    def copy(self) -> Tail:
+        """An independent copy."""
+        twin = object.__new__(Tail)
+        twin.__dict__.update(self.__dict__)
+        twin.k, twin.v = self.k.copy(), self.v.copy()
+        return twin
+
+
+class Sequence:
+    """Keys and values of one sequence in one layer.
+
+    Tokens are numbered from 0 as they come. The first `sinks` stay exact. A block of the others is
+    packed as soon as all of it is older than the newest `recent`; the exact tokens of blocks that
+    were packed during the last `rollback` tokens are kept too, so that a crop can unpack them.
+    """
+
+    def __init__(self, layer: Layer) -> None:
+        self.layer = layer
+        heads, sinks = layer.kv_heads, layer.sinks
+        self.sinks = Tail(heads, (layer.key_dim, layer.value_dim), 0, sinks)
+        self.tail = Tail(heads, (layer.key_dim, layer.value_dim), sinks)
+        self.keys = Blocks(layer.key, heads, layer.key_dim, layer.block)
+        self.values = Blocks(layer.value, heads, layer.value_dim, layer.block)
+        self.end = 0
+        self.packed_end = sinks
+        self.evicted = 0
+        self.released = sinks  # tokens between the sinks and this number may be gone
+        # Of the queries of early tokens, by token; None where no query was given.
+        self.energy: list[NDArray[np.float64] | None] = []
+        if layer.reserve:
+            self.keys.reserve(layer.reserve)
+            self.values.reserve(layer.reserve)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the sequence: all that came, less those that were evicted."""
+        return self.end - self.evicted
+
+    @property
+    def visible_from(self) -> int:
+        """Number of the oldest token after the sinks that the next query may see."""
+        layer, first = self.layer, self.layer.sinks + self.evicted
+        return first if layer.window is None else max(first, self.end + 1 - layer.window)
+
+    def parts(self, counted: set[int]) -> dict[str, int]:
+        """Bytes of all buffers by part.
+
+        Copies share some; those whose identity is in `counted` are left out, the others added.
+        """
+        weights = self.keys.weights
+        statistics = [x for x in (*self.energy, weights) if x is not None]
+        buffers = {
+            "sinks": [self.sinks.k, self.sinks.v],
+            "key_body": self.keys.buffers(),
+            "value_body": self.values.buffers(),
+            "tail": [self.tail.k, self.tail.v],
+            "statistics": statistics,
+        }
+        bytes_of = {}
+        for name, arrays in buffers.items():
+            new = {id(x): x.nbytes for x in arrays if id(x) not in counted}
+            counted.update(new)
+            bytes_of[name] = sum(new.values())
+        return bytes_of
+
+    def append(self, k: Floats, v: Floats, q: Floats | None, twin: ModuleType) -> None:
+        """Add tokens and pack the blocks that have left the window; `trim` must follow."""
+        new_sinks = min(max(self.layer.sinks - self.end, 0), k.shape[2])
+        if q is not None:
+            self._note_queries(q)
+        if new_sinks:
+            self.sinks.append(k[:, :, :new_sinks], v[:, :, :new_sinks])
+        self.tail.append(k[:, :, new_sinks:], v[:, :, new_sinks:])
+        self.end += k.shape[2]
+        ready = (self.end - self.layer.recent - self.packed_end) // self.layer.block
+        if ready > 0:
+            self._pack(ready * self.layer.block, twin)
+
+    def _note_queries(self, q: Floats) -> None:
+        """Keep the energy of the queries of tokens up to the end of the first block."""
+        layer = self.layer
+        early = layer.sinks + layer.block - self.end
+        if layer.key is None or not layer.key.equalize or early <= 0:
+            return
+        self.energy += [None] * (self.end - len(self.energy))
+        squares = q[0, :, :early].astype(np.float64) ** 2
+        repeats = squares.shape[0] // layer.kv_heads
+        grouped = squares.reshape(layer.kv_heads, repeats, *squares.shape[1:]).sum(axis=1)
+        self.energy += [grouped[:, token] for token in range(grouped.shape[1])]
+
+    def _pack(self, tokens: int, twin: ModuleType) -> None:
+        k, v = self.tail.take(self.packed_end, self.packed_end + tokens)
+        codec, weights = self.keys.codec, self.keys.weights
+        if self.packed_end == self.layer.sinks and codec is not None and codec.equalize:
+            weights = self._weights(k, codec, twin)
+            codec = replace(codec, equalize=weights is not None)
+        keys, values = (
+            x if codec is None else twin.encode(np.ascontiguousarray(x), codec, weights)
+            for x, codec, weights in ((k, codec, weights), (v, self.values.codec, None))
+        )
+        self.keys.codec, self.keys.weights = codec, weights
+        self.keys.append(keys, self.packed_end)
+        self.values.append(values, self.packed_end)
+        self.packed_end += tokens
+
+    def _weights(self, k: Floats, codec: Codec, twin: ModuleType) -> Floats | None:
+        """Equalizing weights from the early queries and the first block; None without queries."""
+        given = [energy for energy in self.energy if energy is not None]
+        if not given:
+            return None
+        first = np.ascontiguousarray(k[:, :, : codec.block])
+        if codec.center:
+            center = twin.center_blocks(first, codec.block, codec.scale_dtype)
+            first = np.ascontiguousarray(center_tokens(first, *center, codec.block)[0])
+        queries = np.zeros((self.layer.kv_heads, self.layer.key_dim))
+        for energy in given:
+            queries += energy
+        return equalizing_weights(queries, twin.channel_energy(first)[0])[None]
+
+    def trim(self) -> None:
+        """Let go of what no query and no crop within `rollback` can ask for."""
+        layer = self.layer
+        self.tail.drop(self._packed_end_at(self.end - layer.rollback))
+        if self.tail.first >= layer.sinks + layer.block:
+            self.energy.clear()
+        oldest = layer.sinks + self.evicted
+        if layer.window is not None:
+            # What the newest query saw, and the newest after a crop within the rollback.
+            oldest = max(oldest, self.end - layer.window - layer.rollback)
+        if oldest > self.released:
+            self.keys.release(oldest)
+            self.values.release(oldest)
+            self.released = oldest
+
+    def _packed_end_at(self, end: int) -> int:
+        """Where the packed body ended when there were `end` tokens, if that can be restored."""
+        late = self.packed_end + self.layer.recent - end
+        back = -(-late // self.layer.block) * self.layer.block if late > 0 else 0
+        return max(self.packed_end - back, self.tail.first)
+
+    def segments(
+        self,
+        positions: NDArray[np.int64],
+        body_end: NDArray[np.int64],
+        causal: bool,
+        window: int | None,
+    ) -> list[Segment]:
+        """Sinks, body and tail with what the queries at these token numbers see of them."""
+        layer = self.layer
+        stop = positions + 1 if causal else np.full_like(positions, self.end)
+        oldest = np.zeros_like(positions) if window is None else positions + 1 - window
+        ring = np.full_like(positions, layer.sinks + self.evicted)
+        if layer.window is not None:
+            ring = np.maximum(ring, positions + 1 - layer.window)
+        start = np.maximum(oldest, ring)
+        base = self.tail.base
+        return [
+            Segment(
+                self.sinks.k,
+                self.sinks.v,
+                np.maximum(oldest, 0)[None],
+                np.minimum(stop, self.sinks.end)[None],
+            ),
+            Segment(self.keys, self.values, start[None], np.minimum(stop, body_end)[None]),
+            Segment(
+                self.tail.k,
+                self.tail.v,
+                (np.maximum(start, body_end) - base)[None],
+                (stop - base)[None],
+            ),
+        ]
+
+    def body_ends(
+        self, packed_end: int, positions: NDArray[np.int64], exact_from: int | None
+    ) -> NDArray[np.int64]:
+        """Where the body ended for each query of a chunk, from the state before the chunk.
+
+        With `exact_from` the tokens from that number on count as exact.
+        """
+        block = self.layer.block
+        ready = (positions + 1 - self.layer.recent - packed_end) // block
+        if exact_from is not None:
+            ready = np.minimum(ready, max(exact_from - packed_end, 0) // block)
+        return packed_end + np.maximum(ready, 0) * block
+
+    def number_of(self, length: int) -> int:
+        """Number after the last token when the sequence is cut to this length."""
+        return length if length <= self.layer.sinks else length + self.evicted
+
+    def can_crop(self, length: int) -> bool:
+        """Whether what a query would see after a crop is still there."""
+        window, number = self.layer.window, self.number_of(length)
+        if window is None or number <= self.layer.sinks:
+            return True
+        return max(number + 1 - window, self.layer.sinks + self.evicted) >= self.released
+
+    def crop(self, length: int) -> None:
+        """Keep the first `length` tokens."""
+        if length >= self.length:
+            return
+        sinks, number = self.layer.sinks, self.number_of(length)
+        restored = max(self._packed_end_at(number), sinks) if number > self.tail.first else number
+        self.packed_end = max(min(self.packed_end, restored, number), sinks)
+        self.keys.truncate(self.packed_end)
+        self.values.truncate(self.packed_end)
+        self.tail.truncate(max(number, sinks))
+        self.sinks.truncate(min(number, self.sinks.end))
+        self.end = number
+        del self.energy[number:]
+        if number <= sinks:
+            self.evicted = 0
+            self.released = sinks
+        if self.packed_end == sinks:
+            self.keys.weights = None
+            self.keys.codec = self.layer.key
+
+    def evict(self, tokens: int) -> None:
+        """Drop the oldest tokens after the sinks."""
+        self.evicted += tokens
+        self.trim()
+
+    def copy(self) -> Sequence:
+        """A copy that shares the packed pages."""
+        twin = object.__new__(Sequence)
+        twin.__dict__.update(self.__dict__)
+        twin.sinks, twin.tail = self.sinks.copy(), self.tail.copy()
+        twin.keys, twin.values = self.keys.copy(), self.values.copy()
+        twin.energy = list(self.energy)
+        return twin
+
+    def decoded(self, side: str, twin: ModuleType) -> Floats:
+        """Keys or values as the next query would see them, float32 (kv_heads, tokens, dim)."""
+        blocks: Any = self.keys if side == "key" else self.values
+        parts = [getattr(self.sinks, side[0])[:, :, : self.sinks.end]]
+        for number, unit in blocks:
+            x = unit if blocks.codec is None else twin.decode(unit)
+            parts.append(x[:, :, max(self.visible_from - number, 0) :])
+        exact_from = max(self.packed_end, self.visible_from)
+        if exact_from < self.end:
+            k, v = self.tail.take(exact_from, self.end)
+            parts.append(k if side == "key" else v)
+        return np.concatenate(parts, axis=2)[0]
