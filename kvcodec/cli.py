@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -141,6 +142,7 @@ def evaluate(
     if plot_file is not None:
         evaluation.check_plot(plot_file)
     _check_files(json_file, plot_file)
+    _check_distinct(tensors_file=tensors_file, json_file=json_file, plot_file=plot_file)
     tensors = (
         evaluation.sample_tensors()
         if tensors_file is None
@@ -193,6 +195,21 @@ def _check_files(*files: str | None) -> None:
             check_writable(file)
 
 
+def _check_distinct(**files: str | None) -> None:
+    """Report an output that would replace the input or the other output."""
+    seen: dict[Path, str] = {}
+    for name, file in files.items():
+        if file in (None, STANDARD_OUTPUT):
+            continue
+        option = f"--{name.removesuffix('_file')}"
+        path = Path(file).resolve()
+        if path in seen and (path.is_file() or not path.exists()):
+            raise ValueError(
+                f"{option} must be another file than {seen[path]}, but both are {file}."
+            )
+        seen[path] = option
+
+
 def _chosen_pairs(names: Sequence[str]) -> list[CodecPair]:
     from kvcodec.evaluation import DEFAULT_NAMES, codec_pair
 
@@ -229,7 +246,8 @@ def _evaluate_with_progress(
 
     from kvcodec.evaluation import evaluate_attention
 
-    bar = Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+    is_terminal = sys.stderr is not None and sys.stderr.isatty()
+    bar = Progress(console=Console(stderr=True), transient=True, disable=not is_terminal)
     with bar:
         task = bar.add_task("evaluating", total=1.0)
         return evaluate_attention(

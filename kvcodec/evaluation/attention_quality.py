@@ -20,18 +20,13 @@ from scipy.special import log_softmax
 
 from kvcodec import _validate
 from kvcodec._segment import Segment
-from kvcodec.attention import (
-    attend_window,
-    attention,
-    encode_body,
-    scores,
-    window_segments,
-)
+from kvcodec.attention import attention, scores
 from kvcodec.encoded import Encoded
 from kvcodec.evaluation.codecs import CodecPair
 from kvcodec.evaluation.tensors import Tensors
 from kvcodec.metrics import cosine_similarity, kl_divergence, relative_error, relative_mse
 from kvcodec.reference.window import packed_tokens
+from kvcodec.window import attend_window, encode_body, window_segments
 
 __all__ = ["AttentionQuality", "check_pair", "evaluate_attention"]
 

@@ -213,7 +213,10 @@ def draw_plot(
 
     figure = Figure(figsize=(14, 8))
     figure.subplots_adjust(left=0.06, right=0.98, bottom=0.08, top=0.92, wspace=0.15)
-    figure.suptitle(f"{tensors.source}: sinks {rows[0].sinks}, recent {rows[0].recent}")
+    title = f"{tensors.source}: sinks {rows[0].sinks}, recent {rows[0].recent}"
+    # A file's name may hold what fonts and mathematics cannot show.
+    printable = title.encode("ascii", "replace").decode()
+    figure.suptitle(printable, parse_math=False)
     panels = figure.subplots(1, 2)
     _draw_panel(panels[0], rows, "output_relative_error", "relative error of the output")
     _draw_panel(panels[1], rows, "mean_kl", "mean KL of the attention distribution (nats)")
@@ -269,6 +272,13 @@ def _label_points(axes: Axes, points: Sequence[tuple[float, float, str]]) -> Non
         )
 
 
+def _resolved(path: str | os.PathLike[str]) -> Path:
+    try:
+        return Path(path).resolve()
+    except RuntimeError:  # what pathlib makes of links that lead to themselves
+        raise OSError(f"{path} cannot be written: its symbolic links form a loop.") from None
+
+
 def check_writable(path: str | os.PathLike[str]) -> None:
     """Raise unless a file can be written, without changing what is there.
 
@@ -290,7 +300,7 @@ def check_writable(path: str | os.PathLike[str]) -> None:
     Traceback (most recent call last):
     IsADirectoryError: ...
     """
-    path = Path(path).resolve()
+    path = _resolved(path)
     if path.is_dir():
         raise IsADirectoryError(f"{path} cannot be written: it is a folder.")
     if path.exists() and not os.access(path, os.W_OK):
@@ -329,11 +339,11 @@ def write_file(path: str | os.PathLike[str], content: bytes) -> None:
     ...     os.listdir(folder)
     ['note']
     """
-    path = Path(path).resolve()
+    path = _resolved(path)
     if path.exists() and not path.is_file():
         path.write_bytes(content)
         return
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    unfinished = path.with_name(f".{os.getpid()}.unfinished")
     try:
         unfinished.write_bytes(content)
         if path.exists():

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcodec import _validate
-from kvcodec.attention import _positions
+from kvcodec.attention import query_positions
 from kvcodec.data import load_sample
 
 __all__ = ["Tensors", "load_tensors", "sample_tensors"]
@@ -33,7 +33,7 @@ class Tensors:
     v : ndarray of float32, shape (layers, kv_heads, tokens, value head_dim)
         Values.
     positions : ndarray of int64, shape (q_len,)
-        The token that each query belongs to.
+        The token that each query belongs to; None stands for the newest tokens.
     source : str
         Where they come from.
     """
@@ -41,8 +41,25 @@ class Tensors:
     q: NDArray[np.float32] = field(repr=False)
     k: NDArray[np.float32] = field(repr=False)
     v: NDArray[np.float32] = field(repr=False)
-    positions: NDArray[np.int64] = field(repr=False)
+    positions: NDArray[np.int64] | None = field(repr=False)
     source: str
+
+    def __post_init__(self) -> None:
+        for name in REQUIRED:
+            object.__setattr__(self, name, _validate.kv_array(getattr(self, name), name))
+        _validate.query_heads(self.q, self.k.shape)
+        if self.k.shape[:3] != self.v.shape[:3]:
+            raise ValueError(
+                f"v must have the layers, heads and tokens of k, {self.k.shape[:3]}, "
+                f"but has {self.v.shape[:3]}."
+            )
+        q_len, tokens = self.q.shape[2], self.k.shape[2]
+        if self.positions is not None and np.ndim(self.positions) != 1:
+            raise ValueError(
+                f"positions must have shape ({q_len},), but have shape {np.shape(self.positions)}."
+            )
+        positions = query_positions(self.positions, 1, q_len, tokens)[0]
+        object.__setattr__(self, "positions", positions)
 
 
 def sample_tensors() -> Tensors:
@@ -105,21 +122,9 @@ def load_tensors(path: str | os.PathLike[str]) -> Tensors:
     arrays = _read_arrays(path)
     try:
         q, k, v = (_layers(arrays[name], name) for name in REQUIRED)
-        _validate.query_heads(q, k.shape)
-        if k.shape[:3] != v.shape[:3]:
-            raise ValueError(
-                f"v must have the layers, heads and tokens of k, {k.shape[:3]}, "
-                f"but has {v.shape[:3]}."
-            )
-        positions = arrays.get(OPTIONAL)
-        if positions is not None and positions.ndim != 1:
-            raise ValueError(
-                f"positions must have shape ({q.shape[2]},), but have shape {positions.shape}."
-            )
-        positions = _positions(positions, 1, q.shape[2], k.shape[2])[0]
+        return Tensors(q, k, v, arrays.get(OPTIONAL), os.fspath(path))
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from None
-    return Tensors(q=q, k=k, v=v, positions=positions, source=os.fspath(path))
 
 
 def _layers(array: NDArray[np.floating], name: str) -> NDArray[np.float32]:
