@@ -50,6 +50,9 @@ HEADER = """\
  * The code stands for the value book->levels[code] * unit. A dot product with a code vector is
  * therefore a sum of products with int8 levels, multiplied by unit once. A zero vector has no
  * direction: store norm = 0 and any codes.
+ *
+ * For the very codes of kvcodec, round unit to float and then up to the next bfloat16 (or not, for
+ * float32 scales), and compare the boundaries with the float product x[i] * (1.0f / unit).
  */
 #ifndef KVCODEC_CODEBOOKS_H
 #define KVCODEC_CODEBOOKS_H
