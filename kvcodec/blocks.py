@@ -13,14 +13,14 @@ from kvcodec.codec import Codec
 from kvcodec.encoded import ARRAYS, Encoded, empty_encoded
 
 TILE = 64
-PAGE_UNITS = 16
+PAGE_UNITS = 4
 
 
 class Blocks:
     """Keys or values of one sequence and layer, packed (or exact, without a codec).
 
     Tokens lie in units of 64 slots, or of one block where blocks are larger. A page is an `Encoded`
-    (or an exact array) whose batch axis counts 16 units, allocated as they fill. A unit is written
+    (or an exact array) whose batch axis counts 4 units, allocated as they fill. A unit is written
     once and never moved. Copies share pages; a shared page is copied before it is written to.
     Tokens have ascending numbers: unit u holds the tokens first[u] to first[u] + count[u] - 1, and
     may be short where a sequence was cropped.
@@ -185,11 +185,15 @@ class Blocks:
             pages += 1
         if pages:
             gone = pages * PAGE_UNITS
+            room = np.zeros(gone, dtype=np.int64)
+            first = np.concatenate([self.first[gone:], room])
+            count = np.concatenate([self.count[gone:], room])
             del self.pages[:pages], self.shared[:pages]
-            self.first = np.concatenate([self.first[gone:], np.zeros(gone, dtype=np.int64)])
-            self.count = np.concatenate([self.count[gone:], np.zeros(gone, dtype=np.int64)])
-            self.units -= gone
+            self.first, self.count, self.units = first, count, self.units - gone
             self.tables.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"tables": {}}
 
     def copy(self) -> Blocks:
         """A copy that shares the pages."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import html
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Several
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -134,14 +136,15 @@ class KVCache:
             "block": _check_block(block),
             "rollback": _validate.token_count(rollback, "rollback"),
             "window": None if window is None else _validate.token_count(window, "window", 1),
-            "reserve": 0 if max_tokens is None else max(max_tokens - sinks - recent, 0),
         }
+        held = exact["sinks"] + exact["recent"]
+        exact["reserve"] = 0 if max_tokens is None else max(self._max_tokens - held, 0)
         batch = _validate.integer(batch, "batch", 1)
         keys = _codecs(key, "key", num_layers, block, dims)
         values = _codecs(value, "value", num_layers, block, value_dims)
         self._query_bits = check_query_bits(query_bits)
-        self._probability_bits = probability_bits
-        check_probability_bits(probability_bits, 8)
+        bits = check_probability_bits(probability_bits, 8)
+        self._probability_bits = "auto" if isinstance(probability_bits, str) else bits
         self._backend = backend
         _backend.active_backend(backend)
         self.layers = [
@@ -304,8 +307,10 @@ class KVCache:
         rows = self._rows(layer)
         k, v, real = self._new_tokens(layer, k, v, lengths)
         twin = self._twin()
-        for index, (row, tokens) in enumerate(zip(rows, real, strict=True)):
-            row.append(*_last(tokens, index, k, v), None, twin)
+        with _all_or_nothing(rows):
+            for index, (row, tokens) in enumerate(zip(rows, real, strict=True)):
+                row.append(*_last(tokens, index, k, v), None, twin)
+        for row in rows:
             row.trim()
 
     def attend(
@@ -455,15 +460,17 @@ class KVCache:
         exact_prefill = _validate.boolean(exact_prefill, "exact_prefill")
         twin = self._twin()
         results = []
-        for index, (row, tokens) in enumerate(zip(rows, real, strict=True)):
-            query, *new = _last(tokens, index, q, k, v)
-            end, packed_end = row.end, row.packed_end
-            row.append(*new, query, twin)
-            positions = np.arange(end, row.end, dtype=np.int64)
-            exact_from = end if exact_prefill else None
-            body_end = row.body_ends(packed_end, positions, exact_from)
-            segments = row.segments(positions, body_end, True, window)
-            results.append(self._attend(query, segments, options, twin))
+        with _all_or_nothing(rows):
+            for index, (row, tokens) in enumerate(zip(rows, real, strict=True)):
+                query, *new = _last(tokens, index, q, k, v)
+                end, packed_end = row.end, row.packed_end
+                row.append(*new, query, twin)
+                positions = np.arange(end, row.end, dtype=np.int64)
+                exact_from = end if exact_prefill else None
+                body_end = row.body_ends(packed_end, positions, exact_from)
+                segments = row.segments(positions, body_end, True, window)
+                results.append(self._attend(query, segments, options, twin))
+        for row in rows:
             row.trim()
         return _stacked(results, q.shape, self.layers[layer].value_dim, return_lse)
 
@@ -776,10 +783,10 @@ class KVCache:
                 f"q must have at most as many queries as there are tokens, {row.length}, "
                 f"but has {tokens}."
             )
-        if tokens and not row.can_crop(row.length - tokens):
+        if tokens and not row.can_attend(tokens):
             raise ValueError(
-                f"q must have at most {1 + row.layer.rollback} queries in ring mode, once tokens "
-                f"have left the window, but has {tokens}."
+                f"q must be of tokens that saw only what is still there, but has {tokens} queries "
+                f"and tokens before number {row.released} are gone."
             )
 
     def _options(
@@ -808,7 +815,7 @@ class KVCache:
     def __repr__(self) -> str:
         layers = f"{self.num_layers} layer{'s' if self.num_layers > 1 else ''}"
         memory = self.memory()
-        ratio = f", {memory['ratio']:.1f} times smaller than fp16" if memory["fp16"] else ""
+        ratio = f", {100 / memory['ratio']:.0f}% of fp16" if memory["fp16"] else ""
         return (
             f"<KVCache of {self.seq_length} tokens: {layers}, batch {self.batch}, "
             f"{self._names('key')} keys{self._equalized()}, {self._names('value')} values, "
@@ -844,7 +851,7 @@ class KVCache:
             + "</tr>"
             for index, parts in enumerate(memory["layers"])
         )
-        text = repr(self).strip("<>")
+        text = html.escape(repr(self).strip("<>"))
         return f"<p>{text}</p><table><tr>{head}</tr>{body}</table><p>Bytes by layer and part.</p>"
 
 
@@ -909,6 +916,18 @@ def _settled(choice: CodecChoice, side: str, block: int, dim: int) -> Codec | No
     settled = choice.for_side(side)
     settled.check_head_dim(dim, f"head_dim of the {side}s")
     return settled
+
+
+@contextmanager
+def _all_or_nothing(rows: list[Sequence]) -> Iterator[None]:
+    """Take the appends to these rows back if the block is not completed."""
+    marked = [row.mark() for row in rows]
+    try:
+        yield
+    except BaseException:
+        for row, mark in zip(rows, marked, strict=True):
+            row.undo(mark)
+        raise
 
 
 def _last(tokens: int, row: int, *arrays: Floats) -> list[Floats]:

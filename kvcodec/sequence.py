@@ -68,18 +68,19 @@ class Tail:
         """Bring the tokens to the front of new buffers with room for so many."""
         lead = (self.first - self.origin) % TILE
         kept = slice(self.first - self.base, self.end - self.base)
-        for name in ("k", "v"):
-            old = getattr(self, name)
+        moved = []
+        for old in (self.k, self.v):
             new = np.zeros((*old.shape[:2], lead + slots, old.shape[3]), dtype=np.float32)
             new[:, :, lead : lead + kept.stop - kept.start] = old[:, :, kept]
-            setattr(self, name, new)
+            moved.append(new)
+        self.k, self.v = moved
         self.base = self.first - lead
 
     def drop(self, number: int) -> None:
         """Forget the tokens before this number, and the room of a long prompt with them."""
         self.first = min(max(self.first, number), self.end)
         count = self.end - self.first
-        if self.k.shape[2] > 2 * (count + SPARE) + TILE:
+        if self.k.shape[2] > count + SPARE + 2 * TILE:
             self._move(count + SPARE)
 
     def truncate(self, number: int) -> None:
@@ -157,6 +158,20 @@ class Sequence:
             counted.update(new)
             bytes_of[name] = sum(new.values())
         return bytes_of
+
+    def mark(self) -> tuple[dict[str, Any], ...]:
+        """What `undo` needs to take back appends that were not trimmed; nothing is copied."""
+        parts = (self, self.sinks, self.tail)
+        marked = tuple(dict(part.__dict__) for part in parts)
+        marked[0]["energy"] = list(self.energy)
+        return (*marked, {"codec": self.keys.codec, "weights": self.keys.weights})
+
+    def undo(self, marked: tuple[dict[str, Any], ...]) -> None:
+        """Be again what the sequence was when it was marked: appends write behind the end only."""
+        for part, state in zip((self, self.sinks, self.tail, self.keys), marked, strict=True):
+            part.__dict__.update(state)
+        self.keys.truncate(self.packed_end)
+        self.values.truncate(self.packed_end)
 
     def append(self, k: Floats, v: Floats, q: Floats | None, twin: ModuleType) -> None:
         """Add tokens and pack the blocks that have left the window; `trim` must follow."""
@@ -289,6 +304,14 @@ class Sequence:
             return True
         return max(number + 1 - window, self.layer.sinks + self.evicted) >= self.released
 
+    def can_attend(self, queries: int) -> bool:
+        """Whether all that the newest queries saw is still there."""
+        sinks, window = self.layer.sinks, self.layer.window
+        first = self.end - queries
+        if window is None:
+            return True
+        return max(max(first, sinks) + 1 - window, sinks + self.evicted) >= self.released
+
     def crop(self, length: int) -> None:
         """Keep the first `length` tokens."""
         if length >= self.length:
@@ -301,6 +324,7 @@ class Sequence:
         self.tail.truncate(max(number, sinks))
         self.sinks.truncate(min(number, self.sinks.end))
         self.end = number
+        self.tail.drop(self.tail.first)
         del self.energy[number:]
         if number <= sinks:
             self.evicted = 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shutil
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcodec import _backend
-from kvcodec._validate import LARGEST_MAGNITUDE
+from kvcodec._validate import LARGEST_MAGNITUDE, MOST_TOKENS
 from kvcodec._version import __version__
 from kvcodec.blocks import Blocks
 from kvcodec.cache import KVCache
@@ -31,6 +32,17 @@ FORMAT = "kvcodec.KVCache"
 FORMAT_VERSION = 1
 NUMBERS = ("end", "packed_end", "evicted", "released")
 OPTIONS = ("query_bits", "probability_bits", "max_tokens")
+LARGEST_SCALE = 2.0**116
+DAMAGE = (
+    ValueError,
+    KeyError,
+    TypeError,
+    IndexError,
+    AttributeError,
+    OverflowError,
+    MemoryError,
+    RecursionError,
+)
 Arrays = dict[str, NDArray[Any]]
 
 
@@ -67,13 +79,17 @@ def save(cache: KVCache, path: str | os.PathLike[str]) -> None:
     metadata = {"kvcodec": f"{zlib.crc32(text.encode()):08x} {text}"}
     data = library.save(arrays, metadata=metadata)
 
-    path = Path(path)
+    path = Path(path).resolve()
+    if path.exists() and not path.is_file():
+        raise OSError(f"path must be a file that can be replaced, but {path} is none.")
     temporary = path.with_name(f".{secrets.token_hex(8)}.unfinished")
     try:
         with open(temporary, "xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
+        if path.exists():
+            shutil.copymode(path, temporary)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -92,13 +108,15 @@ def load(path: str | os.PathLike[str], backend: str | None) -> KVCache:
         raise
     except Exception as error:
         raise ValueError(f"path must be a complete safetensors file, but: {error}.") from None
-    _require(set(header["checksums"]) == set(arrays), "its list of arrays does not fit")
+    sums = header.get("checksums")
+    listed = isinstance(sums, dict) and set(sums) == set(arrays)
+    _require(listed, "its list of arrays does not fit")
     for name, array in arrays.items():
-        fits = zlib.crc32(array.tobytes()) == header["checksums"][name]
+        fits = zlib.crc32(array.tobytes()) == sums[name]
         _require(fits, f"the array {name} is damaged")
     try:
         return _build(header, arrays, backend)
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+    except DAMAGE as error:
         if str(error).startswith("path must be"):
             raise
         reason = str(error) if isinstance(error, ValueError) else repr(error)
@@ -228,7 +246,10 @@ def _plain(config: dict[str, Any]) -> dict[str, Any]:
 def _sequence(layer: Layer, prefix: str, numbers: dict[str, Any], arrays: Arrays) -> Sequence:
     row = Sequence(layer)
     whole = (*NUMBERS, "tail_first")
-    _require(all(type(numbers[name]) is int for name in whole), "a number is not whole")
+    _require(
+        all(type(numbers[name]) is int and numbers[name] <= MOST_TOKENS for name in whole),
+        "a number is not whole or too large",
+    )
     end, packed_end, tail_first = (numbers[n] for n in ("end", "packed_end", "tail_first"))
     after_sinks = max(end, layer.sinks)
     _require(
@@ -336,8 +357,8 @@ def _restore(
             shape = (*unit[:2], totals[name], *unit[3:])
             stored[name] = _taken(arrays, f"{prefix}.{name}", dtype, shape)
             if name in ("scale", "zero_point", "center_scale"):
-                finite = bool(np.isfinite(load_scales(stored[name])).all())
-                _require(finite, f"the array {prefix}.{name} is not finite")
+                fits = bool((np.abs(load_scales(stored[name])) <= LARGEST_SCALE).all())
+                _require(fits, f"the array {prefix}.{name} is out of range")
     at = dict.fromkeys(steps, 0)
     for first, count in units:
         piece = {}

@@ -11,7 +11,7 @@ from kvcodec.blocks import Blocks
 
 cdef enum:
     ROWS = 16                  # rows of a task that are aimed for when there are many queries
-    PAGE_UNITS = 16            # as in blocks.py
+    PAGE_UNITS = 4             # as in blocks.py
 
 
 cdef struct Pages:
@@ -265,7 +265,7 @@ cdef Pages pages_of(x, Side *side, list keep):
     table = x.tables.get(__name__)
     if table is None:
         table = x.tables[__name__] = PageTable(x)
-    keep.append(table)
+    keep += [table, x.first, x.count]
     memset(side, 0, sizeof(Side))
     side.n = x.head_dim
     side.tokens = x.end
@@ -304,6 +304,8 @@ def attend(q, segments, double scale, softcap, query_bits, probability_bits):
         parts[i].key_pages = pages_of(keys, &parts[i].keys, keep)
         parts[i].value_pages = pages_of(values, &parts[i].values, keep)
         parts[i].kv_heads = keys.shape[1]
+        if parts[i].key_pages.units != parts[i].value_pages.units:
+            raise ValueError("segments must have keys and values of the same tokens.")
         parts[i].start = <const int64_t *> address(start)
         parts[i].stop = <const int64_t *> address(stop)
         parts[i].accumulator = 0

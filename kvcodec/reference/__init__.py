@@ -2,8 +2,8 @@
 
 The functions take clean arrays (float32, right shape) and hold only the algorithm; the public
 functions of the package check what they are given and then call these, or their twins of the same
-name in the compiled fast path. Read in this order: `fwht`, `srht`, `symmetric`, `kivi`,
-`lloyd_max`, `packing`, `center`, `equalize`, `encode`, `attention`, `window`.
+name in the compiled fast path. Read in this order: `_numbers`, `fwht`, `srht`, `symmetric`, `kivi`,
+`codebook_solver`, `lloyd_max`, `packing`, `center`, `equalize`, `encode`, `attention`, `window`.
 """
 
 from kvcodec.reference.attention import attend, merge, scores, value_sums

@@ -9,7 +9,8 @@ This chapter strings the others together. What a codec of keys or values does to
 4. scale and 5. code: symmetric, Lloyd-Max or asymmetric;
 6. pack the codes.
 
-Decoding goes the same way back.
+Decoding goes the same way back. The weights come from `equalize`: they are taken once a sequence,
+from the first block of keys and the queries up to its end.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ On text that the choice was not made on, the damped weights cost two language mo
 full ones in all cases but the symmetric codes of one of them.
 
 A common factor of all weights does nothing; they are given geometric mean 1 and stored as bfloat16.
-The rule is that of cross-layer equalization [1]_ and, with exponent 1/2, of SmoothQuant
-[2]_, applied here to the product of queries and keys.
+The rule is that of cross-layer equalization [1]_ and of SmoothQuant [2]_ (whose exponent 1/2 is of
+magnitudes, and so 1/4 of energies), applied here to the product of queries and keys.
 
 References
 ----------

@@ -13,7 +13,8 @@ Keys can be coded only when a whole group of tokens is there; what is left over,
 `residual` tokens, stay in floating point.
 
 A constant group has no range to divide by. It takes scale = x - zero_point and code 1, which is
-exact for any value of at most 16 significant bits, float16 and bfloat16 among them.
+exact for any value of at most 16 significant bits, float16 and bfloat16 among them, down to about
+2^-110 (and scale 0 where the zero point is exact).
 
 References
 ----------

@@ -1,0 +1,119 @@
+"""A call that is interrupted leaves the cache as it was; copies of all kinds work."""
+
+import copy
+import pickle
+from contextlib import suppress
+
+import numpy as np
+import pytest
+from cache_model import contents as contents_of_row
+
+import kvcodec as kv
+from kvcodec.blocks import Blocks
+from kvcodec.sequence import Sequence, Tail
+from kvcodec.testing import assert_same_bits
+
+pytestmark = pytest.mark.usefixtures("backend")
+
+
+def contents(cache):
+    return [contents_of_row(row) for rows in cache.sequences for row in rows]
+
+
+def tokens(count, batch=2, heads=2, head_dim=16):
+    rng = np.random.default_rng(count)
+    return rng.standard_normal((3, batch, heads, count, head_dim), dtype=np.float32)
+
+
+def filled(**options):
+    options = {"recent": 10, "batch": 2} | options
+    cache = kv.KVCache(1, 2, 16, "int4", "int4", **options)
+    cache.append_attend(0, *tokens(150))
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (Blocks, "append"),
+        (Blocks, "_add_page"),
+        (Blocks, "_write"),
+        (Tail, "_move"),
+        (Sequence, "_pack"),
+        (Sequence, "segments"),
+    ],
+)
+@pytest.mark.parametrize("calls_before", [0, 1, 3])
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_an_interrupted_append_is_done_whole_or_not_at_all(
+    monkeypatch, owner, name, calls_before, error
+):
+    cache, twin = filled(), filled()
+    before = contents(cache)
+    original, calls = getattr(owner, name), []
+
+    def interrupted(self, *args, **kwargs):
+        calls.append(name)
+        if len(calls) > calls_before:
+            raise error
+        return original(self, *args, **kwargs)
+
+    new = tokens(400)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, interrupted)
+        with suppress(error):
+            cache.append_attend(0, *new)
+    if len(cache) == 150:
+        assert_same_bits(contents(cache), before)
+    else:
+        twin.append_attend(0, *new)
+    assert_same_bits(cache.append_attend(0, *new), twin.append_attend(0, *new))
+    assert_same_bits(contents(cache), contents(twin))
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_cache_that_was_attended_can_be_pickled_and_copied_deeply(duplicate):
+    cache = filled()
+    twin = duplicate(cache)
+    new = tokens(100)
+    assert_same_bits(twin.append_attend(0, *new), cache.append_attend(0, *new))
+    assert_same_bits(contents(twin), contents(cache))
+
+
+@pytest.mark.parametrize("queries", [2, 100, 2995, 2996, 3000])
+def test_a_ring_refuses_queries_that_saw_what_is_gone(queries):
+    cache = kv.KVCache(1, 2, 16, None, None, window=8, sinks=4, recent=0)
+    q, k, v = tokens(3000, batch=1)
+    cache.append(0, k, v)
+    assert cache.attend(0, q[:, :, -1:]).shape == (1, 2, 1, 16)
+    with pytest.raises(ValueError, match="q must be of tokens that saw only what is still there"):
+        cache.attend(0, q[:, :, -queries:])
+
+
+def test_integers_of_numpy_make_a_cache_that_can_be_saved(tmp_path):
+    cache = kv.KVCache(
+        np.int64(1),
+        np.int32(2),
+        np.int64(16),
+        max_tokens=np.uint8(200),
+        sinks=np.int64(4),
+        probability_bits=np.int64(14),
+    )
+    cache.save(tmp_path / "cache")
+    assert kv.KVCache.load(tmp_path / "cache").capacity == 200
+
+
+def test_the_table_for_notebooks_shows_names_as_they_are():
+    named = kv.Codec.from_config(kv.codec("int4").to_config() | {"name": "<b>int4</b>"})
+    table = kv.KVCache(1, 2, 16, named, "int4")._repr_html_()
+    assert "<b>" not in table
+    assert "&lt;b&gt;int4" in table
+
+
+def test_room_for_a_prompt_is_given_back():
+    cache = kv.KVCache(1, 2, 16, batch=1)
+    cache.append(0, *tokens(5000, batch=1)[1:])
+    tail = cache.memory()["layers"][0]["tail"]
+    assert tail <= (127 + 32 + 128) * 2 * 2 * 16 * 4
+    cache.crop(0)
+    assert cache.memory()["layers"][0]["tail"] <= tail
