@@ -56,8 +56,8 @@ class KVCache:
         Tokens that are packed at a time: a divisor or a multiple of 64, and a multiple of every
         codec's groups of tokens. 1 packs token by token, for codecs that do not center.
     rollback : int, default 0
-        A crop of at most so many tokens leaves exactly what a fresh cache of the remaining tokens
-        would hold; their exact values are kept for that.
+        A crop to at most so many tokens below the longest length that a sequence has had leaves
+        exactly what a fresh cache of the remaining tokens would hold; exact values are kept for it.
     batch : int, default 1
         Sequences.
     max_tokens : int, optional
@@ -479,9 +479,10 @@ class KVCache:
     def crop(self, length: int) -> None:
         """Keep the first `length` tokens of every sequence in every layer.
 
-        Nothing is encoded again. At most `rollback` tokens back this leaves, bit for bit, what a
-        fresh cache of `length` tokens holds; further back the remaining codes stay as they are and
-        the last block is closed short. Shorter sequences stay as they are.
+        Nothing is encoded again. At most `rollback` tokens below the longest length so far this
+        leaves, bit for bit, what a fresh cache of `length` tokens holds; further back the remaining
+        codes stay as they are and the last block is closed short. Shorter sequences stay as they
+        are.
 
         Parameters
         ----------

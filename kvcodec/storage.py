@@ -1,4 +1,4 @@
-"""Saving and loading a KVCache: safetensors with checksums, checked before anything is built.
+"""Saving and loading a KVCache: safetensors with checksums, every array checked.
 
 The format is specified in docs/file-format.md.
 """
@@ -97,7 +97,7 @@ def save(cache: KVCache, path: str | os.PathLike[str]) -> None:
 
 
 def load(path: str | os.PathLike[str], backend: str | None) -> KVCache:
-    """Read what `save` wrote, checking everything before a cache is built."""
+    """Read what `save` wrote, or raise."""
     library = _safetensors()
     _backend.active_backend(backend)
     data = Path(path).read_bytes()
