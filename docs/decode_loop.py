@@ -27,7 +27,7 @@ def next_token(tokens: list[int], cache: kv.KVCache) -> int:
         split_heads(x @ w, n) for w, n in ((to_q, HEADS), (to_k, KV_HEADS), (to_v, KV_HEADS))
     )
     attended = cache.append_attend(0, q, k, v)[0].swapaxes(0, 1).reshape(len(x), -1)
-    return int(np.argmax(to_logits @ (x + 4 * attended @ to_out)[-1]))
+    return int(np.argmax(to_logits @ (x + attended @ to_out)[-1]))
 
 
 def generate(token: int, count: int, cache: kv.KVCache) -> list[int]:

@@ -186,5 +186,6 @@ def query_heads(q: np.ndarray, kv_shape: tuple[int, ...], name: str = "q") -> No
     if q.shape[0] != batch or q.shape[1] % kv_heads or q.shape[3] != head_dim:
         raise ValueError(
             f"{name} must have shape ({batch}, a multiple of {kv_heads}, q_len, {head_dim}) "
-            f"for keys of shape {kv_shape}, but has shape {q.shape}."
+            f"for keys of shape ({batch}, {kv_heads}, tokens, {head_dim}), "
+            f"but has shape {q.shape}."
         )

@@ -148,7 +148,7 @@ class Blocks:
             name: getattr(page, name)[inside : inside + 1, :, : -(-size // step)]
             for name, step in self.steps().items()
         }
-        return replace(page, **arrays, weights=self.weights)
+        return replace(page, codec=self.codec, **arrays, weights=self.weights)
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         """Each unit that holds tokens, with the number of its first token."""
@@ -160,9 +160,11 @@ class Blocks:
         """Forget the tokens from this number on; a unit may become short."""
         while self.units and self.first[self.units - 1] >= number:
             self.units -= 1
-        if self.units:
-            last = self.units - 1
-            self.count[last] = min(self.count[last], number - self.first[last])
+        last = self.units - 1
+        if self.units and self.first[last] + self.count[last] > number:
+            # Not in place, so that what the sequence was can be restored.
+            self.count = self.count.copy()
+            self.count[last] = number - self.first[last]
         keep = -(-self.units // PAGE_UNITS)
         keep = max(keep, self.reserved)
         if keep < len(self.pages):
@@ -172,6 +174,9 @@ class Blocks:
     def reserve(self, tokens: int) -> None:
         """Allocate room for so many tokens now, and keep it."""
         self.reserved = -(-tokens // (self.unit * PAGE_UNITS))
+        self._fill_reserve()
+
+    def _fill_reserve(self) -> None:
         while len(self.pages) < self.reserved:
             self._add_page()
 
@@ -188,21 +193,35 @@ class Blocks:
             room = np.zeros(gone, dtype=np.int64)
             first = np.concatenate([self.first[gone:], room])
             count = np.concatenate([self.count[gone:], room])
-            del self.pages[:pages], self.shared[:pages]
+            self._recycle(pages)
             self.first, self.count, self.units = first, count, self.units - gone
             self.tables.clear()
+
+    def _recycle(self, pages: int) -> None:
+        """Take the first pages away, and bring as many as are reserved back at the end."""
+        missing = max(self.reserved - (len(self.pages) - pages), 0)
+        own = [
+            page
+            for page, shared in zip(self.pages[:pages], self.shared[:pages], strict=True)
+            if not shared
+        ][:missing]
+        del self.pages[:pages], self.shared[:pages]
+        self.pages += own
+        self.shared += [False] * len(own)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"tables": {}}
 
     def copy(self) -> Blocks:
-        """A copy that shares the pages."""
-        twin = Blocks(self.codec, self.heads, self.head_dim, self.block)
-        self.shared = [True] * len(self.pages)
-        twin.weights, twin.reserved = self.weights, self.reserved
-        twin.pages, twin.shared, twin.units = list(self.pages), list(self.shared), self.units
-        twin.first, twin.count = self.first.copy(), self.count.copy()
-        return twin
+        """A copy that shares the pages that hold tokens."""
+        used = -(-self.units // PAGE_UNITS)
+        copied = Blocks(self.codec, self.heads, self.head_dim, self.block)
+        copied.weights, copied.reserved, copied.units = self.weights, self.reserved, self.units
+        copied.pages, copied.shared = self.pages[:used], [True] * used
+        copied.first, copied.count = self.first.copy(), self.count.copy()
+        copied._fill_reserve()
+        self.shared[:used] = [True] * used
+        return copied
 
 
 def _copied(page: Any) -> Any:

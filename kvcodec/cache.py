@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Several
 from contextlib import contextmanager
 from types import ModuleType
@@ -21,6 +21,7 @@ from kvcodec.attention import (
     check_window,
     softmax_scale,
 )
+from kvcodec.blocks import PAGE_UNITS, TILE
 from kvcodec.codec import Codec, codec
 from kvcodec.sequence import Layer, Sequence
 
@@ -61,10 +62,12 @@ class KVCache:
     batch : int, default 1
         Sequences.
     max_tokens : int, optional
-        Reserve memory for so many tokens a sequence, at most 2^24, and raise when more come.
+        Reserve memory for so many tokens a sequence (in ring mode for those that it can hold at a
+        time), at most 2^24, and raise when more come, evicted ones not counted.
     window : int, optional
         Ring mode: a query sees the sinks, itself and the ``window - 1`` tokens before; pages that
-        no query can see any more are given back and nothing is moved.
+        no query can see any more are given back, or used again where they were reserved, and
+        nothing is moved.
     value_head_dim : int or sequence of int, optional
         Channels of a value, if they differ from those of a key.
     query_bits, probability_bits
@@ -137,8 +140,7 @@ class KVCache:
             "rollback": _validate.token_count(rollback, "rollback"),
             "window": None if window is None else _validate.token_count(window, "window", 1),
         }
-        held = exact["sinks"] + exact["recent"]
-        exact["reserve"] = 0 if max_tokens is None else max(self._max_tokens - held, 0)
+        exact["reserve"] = _reserve(self._max_tokens, **exact)
         batch = _validate.integer(batch, "batch", 1)
         keys = _codecs(key, "key", num_layers, block, dims)
         values = _codecs(value, "value", num_layers, block, value_dims)
@@ -147,33 +149,33 @@ class KVCache:
         self._probability_bits = "auto" if isinstance(probability_bits, str) else bits
         self._backend = backend
         _backend.active_backend(backend)
-        self.layers = [
+        self._layers = [
             Layer(*sizes, **exact)
             for sizes in zip(heads, dims, value_dims, keys, values, strict=True)
         ]
-        self.sequences = [[Sequence(layer) for _ in range(batch)] for layer in self.layers]
+        self._sequences = [[Sequence(layer) for _ in range(batch)] for layer in self._layers]
 
     # What it holds
 
     @property
     def num_layers(self) -> int:
         """Layers."""
-        return len(self.layers)
+        return len(self._layers)
 
     @property
     def batch(self) -> int:
         """Sequences."""
-        return len(self.sequences[0])
+        return len(self._sequences[0])
 
     @property
-    def lengths(self) -> NDArray[np.int64]:
+    def seq_lengths(self) -> NDArray[np.int64]:
         """Tokens of each sequence in each layer, int64 (layers, batch)."""
-        return np.array([[row.length for row in rows] for rows in self.sequences], dtype=np.int64)
+        return np.array([[row.length for row in rows] for rows in self._sequences], dtype=np.int64)
 
     @property
     def seq_length(self) -> int:
         """Tokens of the longest sequence, evicted ones not counted."""
-        return int(self.lengths.max())
+        return int(self.seq_lengths.max())
 
     def __len__(self) -> int:
         return self.seq_length
@@ -189,32 +191,31 @@ class KVCache:
         return self.memory()["total"]
 
     def memory(self) -> dict[str, Any]:
-        """Bytes by layer and part, and the ratio to float16.
+        """Bytes by layer, side and part, and their ratio to float16.
 
         Returns
         -------
         dict
-            ``total``, ``fp16`` (what all tokens would take in float16), ``ratio`` (fp16 / total),
-            and ``layers``: for each layer the bytes of "sinks", "key_body", "value_body", "tail"
-            and "statistics", over all sequences.
+            ``total``; ``fp16``, what the tokens that the next queries may see would take in
+            float16; ``ratio``, which is fp16 / total; and ``layers``: for each layer the same three
+            and, under "key" and "value", the bytes of "sinks", "body" and "tail" (and, of keys, of
+            the "statistics" that equalize them) over all sequences. Pages that copies share count
+            once.
 
         Examples
         --------
         >>> import kvcodec as kv
-        >>> kv.KVCache(1, 2, 64).memory()["fp16"]
-        0
+        >>> memory = kv.KVCache(1, 2, 64).memory()
+        >>> memory["fp16"], list(memory["layers"][0]["value"])
+        (0, ['sinks', 'body', 'tail'])
         """
-        layers = []
-        fp16 = 0
         counted: set[int] = set()
-        for layer, rows in zip(self.layers, self.sequences, strict=True):
-            parts = [row.parts(counted) for row in rows]
-            layers.append({name: sum(part[name] for part in parts) for name in parts[0]})
-            tokens = sum(row.length for row in rows)
-            fp16 += 2 * tokens * layer.kv_heads * (layer.key_dim + layer.value_dim)
-        total = sum(sum(parts.values()) for parts in layers)
-        ratio = fp16 / total if total else float("nan")
-        return {"total": total, "fp16": fp16, "ratio": ratio, "layers": layers}
+        layers = [
+            _memory_of(layer, rows, counted)
+            for layer, rows in zip(self._layers, self._sequences, strict=True)
+        ]
+        total, fp16 = (sum(layer[name] for layer in layers) for name in ("total", "fp16"))
+        return {"total": total, "fp16": fp16, "ratio": _ratio(fp16, total), "layers": layers}
 
     def keys(self, layer: int) -> Floats:
         """Decoded keys as the next query would see them, for inspection.
@@ -306,12 +307,11 @@ class KVCache:
         """
         rows = self._rows(layer)
         k, v, real = self._new_tokens(layer, k, v, lengths)
-        twin = self._twin()
+        kernels = self._kernels()
         with _all_or_nothing(rows):
             for index, (row, tokens) in enumerate(zip(rows, real, strict=True)):
-                row.append(*_last(tokens, index, k, v), None, twin)
-        for row in rows:
-            row.trim()
+                row.append(*_last(tokens, index, k, v), None, kernels)
+                row.trim()
 
     def attend(
         self,
@@ -340,7 +340,8 @@ class KVCache:
         softcap : float, optional
             Scores s become ``softcap * tanh(s / softcap)``, before the mask.
         window : int, optional
-            A query sees itself and the ``window - 1`` tokens before, sinks not excepted.
+            A query sees itself and the ``window - 1`` tokens before, sinks not excepted; tokens
+            that were evicted count.
         lengths : array_like of int, shape (batch,), optional
             How many queries of each row, from the right, are real; the others give zeros.
         return_lse : bool, default False
@@ -379,14 +380,14 @@ class KVCache:
         real = self._lengths(lengths, q.shape[2])
         for row, tokens in zip(rows, real, strict=True):
             self._check_queries(row, tokens)
-        twin = self._twin()
+        kernels = self._kernels()
         results = []
         for index, (row, tokens) in enumerate(zip(rows, real, strict=True)):
-            positions = np.arange(row.end - tokens, row.end, dtype=np.int64)
+            positions = row.newest(tokens)
             body_end = np.full_like(positions, row.packed_end)
             segments = row.segments(positions, body_end, causal, window)
-            results.append(self._attend(_last(tokens, index, q)[0], segments, options, twin))
-        return _stacked(results, q.shape, self.layers[layer].value_dim, return_lse)
+            results.append(self._attend(_last(tokens, index, q)[0], segments, options, kernels))
+        return _stacked(results, q.shape, self._layers[layer].value_dim, return_lse)
 
     def append_attend(
         self,
@@ -458,25 +459,24 @@ class KVCache:
             )
         options = self._options(q, scale, softcap, window)
         exact_prefill = _validate.boolean(exact_prefill, "exact_prefill")
-        twin = self._twin()
+        kernels = self._kernels()
         results = []
         with _all_or_nothing(rows):
             for index, (row, tokens) in enumerate(zip(rows, real, strict=True)):
                 query, *new = _last(tokens, index, q, k, v)
                 end, packed_end = row.end, row.packed_end
-                row.append(*new, query, twin)
+                row.append(*new, query, kernels)
                 positions = np.arange(end, row.end, dtype=np.int64)
                 exact_from = end if exact_prefill else None
                 body_end = row.body_ends(packed_end, positions, exact_from)
                 segments = row.segments(positions, body_end, True, window)
-                results.append(self._attend(query, segments, options, twin))
-        for row in rows:
-            row.trim()
-        return _stacked(results, q.shape, self.layers[layer].value_dim, return_lse)
+                results.append(self._attend(query, segments, options, kernels))
+                row.trim()
+            return _stacked(results, q.shape, self._layers[layer].value_dim, return_lse)
 
     # Changing what it holds
 
-    def crop(self, length: int) -> None:
+    def crop(self, length: int | ArrayLike) -> None:
         """Keep the first `length` tokens of every sequence in every layer.
 
         Nothing is encoded again. At most `rollback` tokens below the longest length so far this
@@ -486,13 +486,15 @@ class KVCache:
 
         Parameters
         ----------
-        length : int
-            Tokens to keep; negative numbers count from the end of the longest sequence.
+        length : int or array_like of int, shape (batch,)
+            Tokens to keep, of all sequences or of each; a negative number is how many to drop from
+            the end of each.
 
         Raises
         ------
         ValueError
-            If there are fewer tokens, or in ring mode if tokens that a query would see are gone.
+            If the longest sequence has fewer tokens, or a sequence has fewer than are to be
+            dropped, or in ring mode if tokens that a query would see are gone.
 
         Examples
         --------
@@ -504,25 +506,31 @@ class KVCache:
         >>> len(cache)
         7
         """
-        longest = self.seq_length
-        given = _validate.integer(length, "length", -longest, longest)
-        length = given + longest if given < 0 else given
-        for row in self._all():
-            if length < row.length and not row.can_crop(length):
-                raise ValueError(
-                    f"length must keep the tokens that the window of {row.layer.window} needs, "
-                    f"but {given} was given and tokens before {row.released} are gone."
-                )
-        for row in self._all():
-            row.crop(length)
+        lengths = self.seq_lengths
+        ranges = zip(-lengths.min(axis=0), lengths.max(axis=0), strict=True)
+        given = self._each_row(length, "length", (-lengths.min(), lengths.max()), ranges)
+        cuts = []
+        for rows in self._sequences:
+            for row, kept in zip(rows, given, strict=True):
+                kept = row.length + kept if kept < 0 else kept
+                if kept < row.length and not row.can_crop(kept):
+                    raise ValueError(
+                        f"length must keep the tokens that the window of {row.layer.window} "
+                        f"needs, but {length!r} was given and tokens before {row.released} are "
+                        f"gone."
+                    )
+                cuts.append((row, kept))
+        with _all_or_nothing(self._all()):
+            for row, kept in cuts:
+                row.crop(kept)
 
-    def evict(self, tokens: int) -> None:
+    def evict(self, tokens: int | ArrayLike) -> None:
         """Drop the oldest tokens after the sinks, of every sequence in every layer.
 
         Parameters
         ----------
-        tokens : int
-            How many; no sequence may have fewer after its sinks.
+        tokens : int or array_like of int, shape (batch,)
+            How many, of all sequences or of each; none may have fewer after its sinks.
 
         Raises
         ------
@@ -539,10 +547,13 @@ class KVCache:
         >>> len(cache)
         7
         """
-        most = min(max(row.length - row.layer.sinks, 0) for row in self._all())
-        tokens = _validate.integer(tokens, "tokens", 0, most)
-        for row in self._all():
-            row.evict(tokens)
+        sinks = np.array([[layer.sinks] for layer in self._layers])
+        most = np.maximum(self.seq_lengths - sinks, 0).min(axis=0)
+        given = self._each_row(tokens, "tokens", (0, most.min()), ((0, each) for each in most))
+        with _all_or_nothing(self._all()):
+            for rows in self._sequences:
+                for row, count in zip(rows, given, strict=True):
+                    row.evict(count)
 
     def reorder(self, indices: ArrayLike) -> None:
         """Replace the batch by as many of its rows, as beam search does; codes are not changed.
@@ -624,7 +635,7 @@ class KVCache:
         >>> import kvcodec as kv
         >>> kv.KVCache(1, 2, 64).reset()
         """
-        self.sequences = [[Sequence(layer) for _ in range(self.batch)] for layer in self.layers]
+        self._sequences = [[Sequence(layer) for _ in range(self.batch)] for layer in self._layers]
 
     def copy(self) -> KVCache:
         """A cache that continues on its own; the packed pages are shared until written to.
@@ -640,11 +651,14 @@ class KVCache:
         >>> kv.KVCache(1, 2, 64).copy().seq_length
         0
         """
-        twin = object.__new__(KVCache)
-        twin.__dict__.update(self.__dict__)
-        twin.layers = list(self.layers)
-        twin.sequences = [[row.copy() for row in rows] for rows in self.sequences]
-        return twin
+        copied = object.__new__(KVCache)
+        copied.__dict__.update(self.__dict__)
+        copied._layers = list(self._layers)
+        copied._sequences = [[row.copy() for row in rows] for rows in self._sequences]
+        return copied
+
+    def __copy__(self) -> KVCache:
+        return self.copy()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the cache to a safetensors file, as a whole or not at all.
@@ -707,8 +721,8 @@ class KVCache:
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     path = pathlib.Path(folder) / "prompt.safetensors"
         ...     kv.KVCache(1, 2, 64, key="int8").save(path)
-        ...     kv.KVCache.load(path).layers[0].key.name
-        'int8'
+        ...     kv.KVCache.load(path)
+        <KVCache of 0 tokens: 1 layer, batch 1, int8 keys, int4 values, ...>
         """
         from kvcodec import storage
 
@@ -716,17 +730,43 @@ class KVCache:
 
     # Parts of the above
 
-    def _twin(self) -> ModuleType:
+    def _kernels(self) -> ModuleType:
         return _backend.resolve(self._backend)
 
     def _all(self) -> list[Sequence]:
-        return [row for rows in self.sequences for row in rows]
+        return [row for rows in self._sequences for row in rows]
 
     def _rows(self, layer: int) -> list[Sequence]:
-        return self.sequences[_validate.integer(layer, "layer", 0, self.num_layers - 1)]
+        return self._sequences[_validate.integer(layer, "layer", 0, self.num_layers - 1)]
 
     def _take(self, chosen: list[int]) -> None:
-        self.sequences = [[rows[index].copy() for index in chosen] for rows in self.sequences]
+        """Make these rows the batch; one that is named once is moved and shares nothing."""
+        self._sequences = [
+            [rows[index] if chosen.count(index) == 1 else rows[index].copy() for index in chosen]
+            for rows in self._sequences
+        ]
+
+    def _each_row(
+        self,
+        given: int | ArrayLike,
+        name: str,
+        range_of_all: tuple[int, int],
+        ranges: Iterable[tuple[int, int]],
+    ) -> list[int]:
+        """One whole number for all rows, or one for each in its range."""
+        if np.ndim(given) == 0:
+            low, high = range_of_all
+            return [_validate.integer(given, name, int(low), int(high))] * self.batch
+        array = np.asarray(given)
+        if array.shape != (self.batch,) or array.dtype.kind not in "iu":
+            raise ValueError(
+                f"{name} must be one whole number or {self.batch}, one for each row, "
+                f"but {given!r} was given."
+            )
+        return [
+            _validate.integer(one, name, int(low), int(high))
+            for one, (low, high) in zip(array, ranges, strict=True)
+        ]
 
     def _indices(self, indices: ArrayLike) -> list[int]:
         array = np.asarray(indices)
@@ -757,14 +797,14 @@ class KVCache:
         self, layer: int, k: ArrayLike, v: ArrayLike, lengths: ArrayLike | None
     ) -> tuple[Floats, Floats, list[int]]:
         """Checked keys and values, and how many tokens of each row are real."""
-        about = self.layers[layer]
+        about = self._layers[layer]
         k, v = _validate.kv_array(k, "k"), _validate.kv_array(v, "v")
         shape = (self.batch, about.kv_heads, k.shape[2])
         _validate.shaped(k, "k", (*shape, about.key_dim))
         _validate.shaped(v, "v", (*shape, about.value_dim))
         real = self._lengths(lengths, k.shape[2])
         if self._max_tokens is not None:
-            for row, tokens in zip(self.sequences[layer], real, strict=True):
+            for row, tokens in zip(self._sequences[layer], real, strict=True):
                 if row.length + tokens > self._max_tokens:
                     raise ValueError(
                         f"k must not bring a sequence beyond max_tokens, {self._max_tokens}, "
@@ -773,7 +813,7 @@ class KVCache:
         return k, v, real
 
     def _queries(self, layer: int, q: ArrayLike) -> Floats:
-        about = self.layers[layer]
+        about = self._layers[layer]
         q = _validate.kv_array(q, "q")
         _validate.query_heads(q, (self.batch, about.kv_heads, 0, about.key_dim))
         return q
@@ -799,14 +839,14 @@ class KVCache:
         return softmax_scale(scale, q.shape[3]), softcap
 
     def _attend(
-        self, q: Floats, segments: list[Any], options: tuple[Any, ...], twin: ModuleType
+        self, q: Floats, segments: list[Any], options: tuple[Any, ...], kernels: ModuleType
     ) -> tuple[Floats, Floats]:
         values = segments[1].values.codec
         bits = check_probability_bits(self._probability_bits, 4 if values is None else values.bits)
-        return twin.attend(q, segments, *options, self._query_bits, bits)
+        return kernels.attend(q, segments, *options, self._query_bits, bits)
 
     def _decoded(self, layer: int, side: str) -> Floats:
-        rows = [row.decoded(side, self._twin()) for row in self._rows(layer)]
+        rows = [row.decoded(side, self._kernels()) for row in self._rows(layer)]
         longest = max(row.shape[1] for row in rows)
         out = np.zeros((len(rows), rows[0].shape[0], longest, rows[0].shape[2]), np.float32)
         for target, row in zip(out, rows, strict=True):
@@ -826,7 +866,7 @@ class KVCache:
     def _names(self, side: str) -> str:
         names = dict.fromkeys(
             "float32" if made is None else made.name
-            for made in (getattr(layer, side) for layer in self.layers)
+            for made in (getattr(layer, side) for layer in self._layers)
         )
         return " or ".join(names)
 
@@ -843,17 +883,25 @@ class KVCache:
         )
 
     def _repr_html_(self) -> str:
-        memory = self.memory()
-        names = list(memory["layers"][0])
-        head = "".join(f"<th>{name.replace('_', ' ')}</th>" for name in ["layer", *names])
-        body = "".join(
-            f"<tr><td>{index}</td>"
-            + "".join(f"<td>{parts[name]:,}</td>" for name in names)
-            + "</tr>"
-            for index, parts in enumerate(memory["layers"])
-        )
+        layers = self.memory()["layers"]
+        parts = [(side, part) for side in ("key", "value") for part in layers[0][side]]
+        head = ["layer", *(f"{side} {part}" for side, part in parts), "total", "fp16 / total"]
+        rows = [
+            [
+                f"{index}",
+                *(f"{layer[side][part]:,}" for side, part in parts),
+                f"{layer['total']:,}",
+                f"{layer['ratio']:.2f}" if layer["fp16"] else "",
+            ]
+            for index, layer in enumerate(layers)
+        ]
+        table = _table_row("th", head) + "".join(_table_row("td", row) for row in rows)
         text = html.escape(repr(self).strip("<>"))
-        return f"<p>{text}</p><table><tr>{head}</tr>{body}</table><p>Bytes by layer and part.</p>"
+        return f"<p>{text}</p><table>{table}</table><p>Bytes by layer, side and part.</p>"
+
+
+def _table_row(cell: str, texts: list[str]) -> str:
+    return f"<tr>{''.join(f'<{cell}>{text}</{cell}>' for text in texts)}</tr>"
 
 
 def _for_each_layer(num_layers: int) -> Callable[..., list[Any]]:
@@ -919,9 +967,46 @@ def _settled(choice: CodecChoice, side: str, block: int, dim: int) -> Codec | No
     return settled
 
 
+def _reserve(
+    max_tokens: int | None,
+    sinks: int,
+    recent: int,
+    block: int,
+    rollback: int,
+    window: int | None,
+) -> int:
+    """Packed tokens to reserve room for."""
+    if max_tokens is None:
+        return 0
+    most = max(max_tokens - sinks - recent, 0)
+    if window is None:
+        return most
+    # A page is given back once all of its tokens are out of reach.
+    return min(most, window + rollback + block + PAGE_UNITS * max(TILE, block))
+
+
+def _ratio(fp16: int, total: int) -> float:
+    return fp16 / total if total else float("nan")
+
+
+def _memory_of(layer: Layer, rows: list[Sequence], counted: set[int]) -> dict[str, Any]:
+    """Bytes of a layer; buffers whose identity is in `counted` are left out, the others added."""
+    sides: dict[str, dict[str, int]] = {"key": {}, "value": {}}
+    for row in rows:
+        for side, parts in row.buffers().items():
+            for part, buffers in parts.items():
+                new = {id(x): x.nbytes for x in buffers if id(x) not in counted}
+                counted.update(new)
+                sides[side][part] = sides[side].get(part, 0) + sum(new.values())
+    total = sum(sum(parts.values()) for parts in sides.values())
+    tokens = sum(row.held for row in rows)
+    fp16 = 2 * tokens * layer.kv_heads * (layer.key_dim + layer.value_dim)
+    return {"total": total, "fp16": fp16, "ratio": _ratio(fp16, total), **sides}
+
+
 @contextmanager
 def _all_or_nothing(rows: list[Sequence]) -> Iterator[None]:
-    """Take the appends to these rows back if the block is not completed."""
+    """Take what was done to these rows back if the block is not completed."""
     marked = [row.mark() for row in rows]
     try:
         yield

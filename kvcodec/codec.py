@@ -305,13 +305,13 @@ class Codec:
         codec = self if self.equalize is not None or given else replace(self, equalize=False)
         codec = codec._settled(side)
         codec.check_head_dim(x.shape[-1], "the last axis of x")
-        twin = _backend.resolve(backend)
+        kernels = _backend.resolve(backend)
         if given and not codec.equalize:
             name = "queries" if queries is not None else "weights"
             raise ValueError(f"{name} must be left out for a codec that does not equalize.")
         if codec.equalize:
-            weights = _weights(x, codec, queries, weights, twin)
-        return twin.encode(x, codec, weights).frozen()
+            weights = _weights(x, codec, queries, weights, kernels)
+        return kernels.encode(x, codec, weights).freeze()
 
     def decode(self, encoded: Encoded, *, backend: str | None = None) -> NDArray[np.float32]:
         """Unpack to floats, undoing all steps.
@@ -427,7 +427,7 @@ def _weights(
     codec: Codec,
     queries: ArrayLike | None,
     weights: ArrayLike | None,
-    twin: Any,
+    kernels: Any,
 ) -> NDArray[np.float32] | None:
     """The equalizing weights that are given, or those of the queries and the first block."""
     shape = (x.shape[0], x.shape[1], x.shape[3])
@@ -449,10 +449,10 @@ def _weights(
         return None  # there is no block to take weights from yet
     first = x[:, :, : codec.block]
     if codec.center and first.shape[2]:
-        center = twin.center_blocks(np.ascontiguousarray(first), codec.block, codec.scale_dtype)
+        center = kernels.center_blocks(np.ascontiguousarray(first), codec.block, codec.scale_dtype)
         first, _ = center_tokens(first, *center, codec.block)
-    energy = twin.channel_energy(q).reshape(*shape[:2], -1, shape[2]).sum(axis=2)
-    return equalizing_weights(energy, twin.channel_energy(np.ascontiguousarray(first)))
+    energy = kernels.channel_energy(q).reshape(*shape[:2], -1, shape[2]).sum(axis=2)
+    return equalizing_weights(energy, kernels.channel_energy(np.ascontiguousarray(first)))
 
 
 def as_codec(choice: str | Codec, name: str) -> Codec:

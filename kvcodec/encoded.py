@@ -78,8 +78,8 @@ class Encoded:
         if weights is not None and not ((weights > 0) & (weights < np.inf)).all():
             raise ValueError("weights must be finite and above 0, but some are not.")
 
-    def frozen(self) -> Encoded:
-        """The same, its arrays made read-only."""
+    def freeze(self) -> Encoded:
+        """Make the arrays read-only, and return itself."""
         for name in ARRAYS:
             array = getattr(self, name)
             if array is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -81,7 +82,8 @@ class Tail:
         self.first = min(max(self.first, number), self.end)
         count = self.end - self.first
         if self.k.shape[2] > count + SPARE + 2 * TILE:
-            self._move(count + SPARE)
+            with suppress(MemoryError):
+                self._move(count + SPARE)
 
     def truncate(self, number: int) -> None:
         """Forget the tokens from this number on."""
@@ -96,10 +98,10 @@ class Tail:
 
     def copy(self) -> Tail:
         """An independent copy."""
-        twin = object.__new__(Tail)
-        twin.__dict__.update(self.__dict__)
-        twin.k, twin.v = self.k.copy(), self.v.copy()
-        return twin
+        copied = object.__new__(Tail)
+        copied.__dict__.update(self.__dict__)
+        copied.k, copied.v = self.k.copy(), self.v.copy()
+        return copied
 
 
 class Sequence:
@@ -133,48 +135,58 @@ class Sequence:
         return self.end - self.evicted
 
     @property
+    def held(self) -> int:
+        """Tokens that the next query may see."""
+        return min(self.end, self.layer.sinks) + max(self.end - self.visible_from, 0)
+
+    @property
     def visible_from(self) -> int:
         """Number of the oldest token after the sinks that the next query may see."""
         layer, first = self.layer, self.layer.sinks + self.evicted
         return first if layer.window is None else max(first, self.end + 1 - layer.window)
 
-    def parts(self, counted: set[int]) -> dict[str, int]:
-        """Bytes of all buffers by part.
-
-        Copies share some; those whose identity is in `counted` are left out, the others added.
-        """
+    def buffers(self) -> dict[str, dict[str, list[Any]]]:
+        """The buffers by side and part."""
         weights = self.keys.weights
         statistics = [x for x in (*self.energy, weights) if x is not None]
-        buffers = {
-            "sinks": [self.sinks.k, self.sinks.v],
-            "key_body": self.keys.buffers(),
-            "value_body": self.values.buffers(),
-            "tail": [self.tail.k, self.tail.v],
-            "statistics": statistics,
+        return {
+            "key": {
+                "sinks": [self.sinks.k],
+                "body": self.keys.buffers(),
+                "tail": [self.tail.k],
+                "statistics": statistics,
+            },
+            "value": {
+                "sinks": [self.sinks.v],
+                "body": self.values.buffers(),
+                "tail": [self.tail.v],
+            },
         }
-        bytes_of = {}
-        for name, arrays in buffers.items():
-            new = {id(x): x.nbytes for x in arrays if id(x) not in counted}
-            counted.update(new)
-            bytes_of[name] = sum(new.values())
-        return bytes_of
 
-    def mark(self) -> tuple[dict[str, Any], ...]:
-        """What `undo` needs to take back appends that were not trimmed; nothing is copied."""
-        parts = (self, self.sinks, self.tail)
-        marked = tuple(dict(part.__dict__) for part in parts)
-        marked[0]["energy"] = list(self.energy)
-        return (*marked, {"codec": self.keys.codec, "weights": self.keys.weights})
+    def mark(self) -> list[tuple[Any, dict[str, Any]]]:
+        """What `undo` needs to take changes back; no token is copied.
 
-    def undo(self, marked: tuple[dict[str, Any], ...]) -> None:
-        """Be again what the sequence was when it was marked: appends write behind the end only."""
-        for part, state in zip((self, self.sinks, self.tail, self.keys), marked, strict=True):
-            part.__dict__.update(state)
-        self.keys.truncate(self.packed_end)
-        self.values.truncate(self.packed_end)
+        Tokens are only ever written behind the end, or to new buffers.
+        """
+        parts = (self, self.sinks, self.tail, self.keys, self.values)
+        return [
+            (part, {name: list(x) if isinstance(x, list) else x for name, x in vars(part).items()})
+            for part in parts
+        ]
 
-    def append(self, k: Floats, v: Floats, q: Floats | None, twin: ModuleType) -> None:
-        """Add tokens and pack the blocks that have left the window; `trim` must follow."""
+    def undo(self, marked: list[tuple[Any, dict[str, Any]]]) -> None:
+        """Be again what the sequence was when it was marked."""
+        for part, state in marked:
+            vars(part).update(state)
+        for blocks in (self.keys, self.values):
+            blocks.tables.clear()
+            blocks.truncate(self.packed_end)
+
+    def append(self, k: Floats, v: Floats, q: Floats | None, kernels: ModuleType) -> None:
+        """Add tokens and pack the blocks that have left the window; `trim` must follow.
+
+        Until then the exact tokens of the new blocks are kept for queries that saw them.
+        """
         new_sinks = min(max(self.layer.sinks - self.end, 0), k.shape[2])
         if q is not None:
             self._note_queries(q)
@@ -184,7 +196,7 @@ class Sequence:
         self.end += k.shape[2]
         ready = (self.end - self.layer.recent - self.packed_end) // self.layer.block
         if ready > 0:
-            self._pack(ready * self.layer.block, twin)
+            self._pack(ready * self.layer.block, kernels)
 
     def _note_queries(self, q: Floats) -> None:
         """Keep the energy of the queries of tokens up to the end of the first block."""
@@ -198,14 +210,14 @@ class Sequence:
         grouped = squares.reshape(layer.kv_heads, repeats, *squares.shape[1:]).sum(axis=1)
         self.energy += [grouped[:, token] for token in range(grouped.shape[1])]
 
-    def _pack(self, tokens: int, twin: ModuleType) -> None:
+    def _pack(self, tokens: int, kernels: ModuleType) -> None:
         k, v = self.tail.take(self.packed_end, self.packed_end + tokens)
         codec, weights = self.keys.codec, self.keys.weights
         if self.packed_end == self.layer.sinks and codec is not None and codec.equalize:
-            weights = self._weights(k, codec, twin)
+            weights = self._weights(k, codec, kernels)
             codec = replace(codec, equalize=weights is not None)
         keys, values = (
-            x if codec is None else twin.encode(np.ascontiguousarray(x), codec, weights)
+            x if codec is None else kernels.encode(np.ascontiguousarray(x), codec, weights)
             for x, codec, weights in ((k, codec, weights), (v, self.values.codec, None))
         )
         self.keys.codec, self.keys.weights = codec, weights
@@ -213,19 +225,19 @@ class Sequence:
         self.values.append(values, self.packed_end)
         self.packed_end += tokens
 
-    def _weights(self, k: Floats, codec: Codec, twin: ModuleType) -> Floats | None:
+    def _weights(self, k: Floats, codec: Codec, kernels: ModuleType) -> Floats | None:
         """Equalizing weights from the early queries and the first block; None without queries."""
         given = [energy for energy in self.energy if energy is not None]
         if not given:
             return None
         first = np.ascontiguousarray(k[:, :, : codec.block])
         if codec.center:
-            center = twin.center_blocks(first, codec.block, codec.scale_dtype)
+            center = kernels.center_blocks(first, codec.block, codec.scale_dtype)
             first = np.ascontiguousarray(center_tokens(first, *center, codec.block)[0])
         queries = np.zeros((self.layer.kv_heads, self.layer.key_dim))
         for energy in given:
             queries += energy
-        return equalizing_weights(queries, twin.channel_energy(first)[0])[None]
+        return equalizing_weights(queries, kernels.channel_energy(first)[0])[None]
 
     def trim(self) -> None:
         """Let go of what no query and no crop within `rollback` can ask for."""
@@ -293,6 +305,13 @@ class Sequence:
             ready = np.minimum(ready, max(exact_from - packed_end, 0) // block)
         return packed_end + np.maximum(ready, 0) * block
 
+    def newest(self, tokens: int) -> NDArray[np.int64]:
+        """Numbers of the newest tokens; they jump over those that were evicted."""
+        positions = np.arange(self.end - tokens, self.end, dtype=np.int64)
+        return np.where(
+            positions < self.layer.sinks + self.evicted, positions - self.evicted, positions
+        )
+
     def number_of(self, length: int) -> int:
         """Number after the last token when the sequence is cut to this length."""
         return length if length <= self.layer.sinks else length + self.evicted
@@ -307,9 +326,9 @@ class Sequence:
     def can_attend(self, queries: int) -> bool:
         """Whether all that the newest queries saw is still there."""
         sinks, window = self.layer.sinks, self.layer.window
-        first = self.end - queries
-        if window is None:
+        if window is None or not queries:
             return True
+        first = self.number_of(self.length - queries + 1) - 1
         return max(max(first, sinks) + 1 - window, sinks + self.evicted) >= self.released
 
     def crop(self, length: int) -> None:
@@ -340,19 +359,19 @@ class Sequence:
 
     def copy(self) -> Sequence:
         """A copy that shares the packed pages."""
-        twin = object.__new__(Sequence)
-        twin.__dict__.update(self.__dict__)
-        twin.sinks, twin.tail = self.sinks.copy(), self.tail.copy()
-        twin.keys, twin.values = self.keys.copy(), self.values.copy()
-        twin.energy = list(self.energy)
-        return twin
+        copied = object.__new__(Sequence)
+        copied.__dict__.update(self.__dict__)
+        copied.sinks, copied.tail = self.sinks.copy(), self.tail.copy()
+        copied.keys, copied.values = self.keys.copy(), self.values.copy()
+        copied.energy = list(self.energy)
+        return copied
 
-    def decoded(self, side: str, twin: ModuleType) -> Floats:
+    def decoded(self, side: str, kernels: ModuleType) -> Floats:
         """Keys or values as the next query would see them, float32 (kv_heads, tokens, dim)."""
         blocks: Any = self.keys if side == "key" else self.values
         parts = [getattr(self.sinks, side[0])[:, :, : self.sinks.end]]
         for number, unit in blocks:
-            x = unit if blocks.codec is None else twin.decode(unit)
+            x = unit if blocks.codec is None else kernels.decode(unit)
             parts.append(x[:, :, max(self.visible_from - number, 0) :])
         exact_from = max(self.packed_end, self.visible_from)
         if exact_from < self.end:

@@ -63,14 +63,14 @@ def save(cache: KVCache, path: str | os.PathLike[str]) -> None:
     arrays: Arrays = {}
     sequences = [
         [_describe(row, f"{layer}.{index}", arrays) for index, row in enumerate(rows)]
-        for layer, rows in enumerate(cache.sequences)
+        for layer, rows in enumerate(cache._sequences)
     ]
     header = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
         "written_by": f"kvcodec {__version__}",
         "options": {name: getattr(cache, f"_{name}") for name in OPTIONS},
-        "layers": [_layer_config(layer) for layer in cache.layers],
+        "layers": [_layer_config(layer) for layer in cache._layers],
         "sequences": sequences,
         "checksums": {name: zlib.crc32(array.tobytes()) for name, array in arrays.items()},
     }
@@ -220,7 +220,7 @@ def _build(header: dict[str, Any], arrays: Arrays, backend: str | None) -> KVCac
         **{name: options[name] for name in OPTIONS},
     )
     _require(
-        [_layer_config(layer) for layer in cache.layers] == [_plain(config) for config in configs],
+        [_layer_config(layer) for layer in cache._layers] == [_plain(config) for config in configs],
         "its layers do not fit together",
     )
     remaining = dict(arrays)
@@ -229,10 +229,10 @@ def _build(header: dict[str, Any], arrays: Arrays, backend: str | None) -> KVCac
         _require(len(rows) == batch, "sequences are missing")
         for index, numbers in enumerate(rows):
             prefix = f"{layer}.{index}"
-            row = _sequence(cache.layers[layer], prefix, numbers, remaining)
+            row = _sequence(cache._layers[layer], prefix, numbers, remaining)
             room = cache.capacity is None or row.length <= cache.capacity
             _require(room, f"sequence {prefix} is longer than max_tokens")
-            cache.sequences[layer][index] = row
+            cache._sequences[layer][index] = row
     _require(not remaining, f"it holds unknown arrays: {', '.join(sorted(remaining))}")
     return cache
 

@@ -137,6 +137,11 @@ class Row:
         """Number after the last token if `length` tokens are kept."""
         return length if length <= self.rules.sinks else length + self.evicted
 
+    def newest(self, count):
+        """Numbers of the newest tokens that were not evicted."""
+        kept = [*range(self.rules.sinks), *range(self.rules.sinks + self.evicted, self.end)]
+        return np.array(kept[: self.length][self.length - count :], dtype=np.int64)
+
     def can_crop(self, length):
         """Whether a ring still holds what the next query would see after a crop."""
         rules, number = self.rules, self.number_of(length)
@@ -197,7 +202,7 @@ class Row:
 
         ``packed(block, position)`` tells whether the query at a position sees the block's codes.
         """
-        positions, first = np.arange(self.end - q.shape[2], self.end), self.rules.sinks
+        positions, first = self.newest(q.shape[2]), self.rules.sinks
         visible = self.visible(positions, causal, window)
         output = np.zeros((*q.shape[:3], self.rules.value_dim))
         log_sum_exp = np.zeros(q.shape[:3])
@@ -273,10 +278,6 @@ class Model:
         """Tokens of each row in each layer."""
         return np.array([[row.length for row in rows] for rows in self.rows])
 
-    def every_row(self):
-        """The rows of all layers."""
-        return [row for rows in self.rows for row in rows]
-
     def append(self, layer, k, v, lengths):
         """As KVCache.append."""
         for index, row in enumerate(self.rows[layer]):
@@ -313,23 +314,31 @@ class Model:
             results.append(row.attend(query, packed, **options))
         return padded(results, q.shape[2])
 
-    def can_crop(self, length):
-        """Whether every row can be cropped to this length."""
-        return all(row.can_crop(length) for row in self.every_row())
+    def kept(self, lengths):
+        """Each row of all layers with how much of it a crop to these lengths keeps."""
+        for rows in self.rows:
+            for row, length in zip(rows, lengths, strict=True):
+                yield row, row.length + length if length < 0 else length
 
-    def crop(self, length):
-        """As KVCache.crop, of a length that is not negative."""
-        for row in self.every_row():
+    def can_crop(self, lengths):
+        """Whether every row can be cropped to its length."""
+        return all(length >= 0 and row.can_crop(length) for row, length in self.kept(lengths))
+
+    def crop(self, lengths):
+        """As KVCache.crop."""
+        for row, length in self.kept(lengths):
             row.crop(length)
 
     def most_to_evict(self):
-        """Tokens after the sinks that every row has."""
-        return min(max(row.length - row.rules.sinks, 0) for row in self.every_row())
+        """Tokens after the sinks of each row of the batch, in all layers."""
+        after_sinks = [[max(row.length - row.rules.sinks, 0) for row in rows] for rows in self.rows]
+        return np.min(after_sinks, axis=0).tolist()
 
     def evict(self, tokens):
-        """As KVCache.evict."""
-        for row in self.every_row():
-            row.evict(tokens)
+        """As KVCache.evict, a number for each row of the batch."""
+        for rows in self.rows:
+            for row, count in zip(rows, tokens, strict=True):
+                row.evict(count)
 
     def take(self, indices):
         """As KVCache.reorder and select."""

@@ -22,11 +22,21 @@ settings.register_profile("long", max_examples=100, print_blob=True, **_COMMON)
 settings.load_profile(os.environ.get("KVCODEC_TEST_PROFILE") or "default")
 
 
-@pytest.fixture(params=backends(threads=[1]), ids=lambda backend: backend.label)
+_EACH = backends(threads=[1])
+
+
+@pytest.fixture(params=_EACH, ids=lambda backend: backend.label)
 def backend(request):
     """Run the test on the reference and on every available SIMD level in turn."""
     with request.param.context():
         yield request.param
+
+
+@pytest.fixture(params=_EACH[:1] + _EACH[1:][-1:], ids=lambda backend: backend.label)
+def twin(request):
+    """Run the test on the reference, and on the fast path at its highest SIMD level."""
+    with request.param.context():
+        yield
 
 
 def splitmix64(x):

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("backend")
 
 
 def contents(cache):
-    return [contents_of_row(row) for rows in cache.sequences for row in rows]
+    return [contents_of_row(row) for rows in cache._sequences for row in rows]
 
 
 def tokens(count, batch=2, heads=2, head_dim=16):
@@ -113,7 +113,7 @@ def test_the_table_for_notebooks_shows_names_as_they_are():
 def test_room_for_a_prompt_is_given_back():
     cache = kv.KVCache(1, 2, 16, batch=1)
     cache.append(0, *tokens(5000, batch=1)[1:])
-    tail = cache.memory()["layers"][0]["tail"]
+    tail = cache.memory()["layers"][0]["key"]["tail"]
     assert tail <= (127 + 32 + 128) * 2 * 2 * 16 * 4
     cache.crop(0)
-    assert cache.memory()["layers"][0]["tail"] <= tail
+    assert cache.memory()["layers"][0]["key"]["tail"] <= tail

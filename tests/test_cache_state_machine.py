@@ -177,24 +177,28 @@ class CacheMachine(RuleBasedStateMachine):
         results = self.each("attend", layer, q, lengths=given, return_lse=True, **options)
         self.check(results, self.model.attend(layer, q, lengths, **options))
 
-    @rule(data=st.data(), far=st.booleans(), from_the_end=st.booleans())
-    def crop(self, data, far, from_the_end):
-        longest = int(self.model.lengths.max())
-        back = data.draw(st.integers(0, longest if far else min(longest, 100)))
-        kept = longest - back
-        given = -back if from_the_end and back else kept
-        if not self.model.can_crop(kept):
+    @rule(data=st.data(), far=st.booleans(), from_the_end=st.booleans(), same=st.booleans())
+    def crop(self, data, far, from_the_end, same):
+        lengths = []
+        for longest in self.model.lengths.max(axis=0).tolist():
+            back = data.draw(st.integers(0, longest if far else min(longest, 100)))
+            lengths.append(-back if from_the_end and back else longest - back)
+        given = lengths[0] if same else lengths
+        lengths = [lengths[0]] * len(lengths) if same else lengths
+        if not self.model.can_crop(lengths):
             self.refused("crop", given)
             return
         self.each("crop", given)
-        self.model.crop(kept)
+        self.model.crop(lengths)
 
-    @rule(data=st.data())
-    def evict(self, data):
+    @rule(data=st.data(), same=st.booleans())
+    def evict(self, data, same):
         most = self.model.most_to_evict()
-        self.refused("evict", most + 1)
-        tokens = data.draw(st.integers(0, most))
-        self.each("evict", tokens)
+        most = [min(most)] * len(most) if same else most
+        self.refused("evict", most[0] + 1 if same else [*most[:-1], most[-1] + 1])
+        tokens = [data.draw(st.integers(0, each)) for each in most]
+        tokens = [tokens[0]] * len(tokens) if same else tokens
+        self.each("evict", tokens[0] if same else tokens)
         self.model.evict(tokens)
 
     @rule(data=st.data())
@@ -252,14 +256,14 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def lengths_are_those_of_the_model(self):
         for cache in self.caches.values():
-            assert_same_bits(cache.lengths, self.model.lengths)
+            assert_same_bits(cache.seq_lengths, self.model.lengths)
             assert len(cache) == cache.seq_length == self.model.lengths.max()
             assert cache.batch == self.model.batch
 
     @invariant()
     def both_hold_what_the_model_holds(self):
         for cache in self.caches.values():
-            for rows, models in zip(cache.sequences, self.model.rows, strict=True):
+            for rows, models in zip(cache._sequences, self.model.rows, strict=True):
                 for row, model in zip(rows, models, strict=True):
                     first = first_held(row)
                     assert first <= model.gone
@@ -268,7 +272,7 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def bytes_are_the_sum_of_the_buffers(self):
         for cache in self.caches.values():
-            arrays = {id(array): array.nbytes for array in buffers(cache.sequences)}
+            arrays = {id(array): array.nbytes for array in buffers(cache._sequences)}
             total = sum(arrays.values())
             assert cache.nbytes == cache.memory()["total"] == total
             assert f"{total:,} bytes" in repr(cache)

@@ -67,7 +67,7 @@ def golden_cache():
 
 
 def state(cache):
-    return [[contents(row) for row in rows] for rows in cache.sequences]
+    return [[contents(row) for row in rows] for rows in cache._sequences]
 
 
 def golden_outputs(cache):
@@ -98,7 +98,7 @@ def test_a_loaded_cache_continues_like_the_saved_one(key, value, options, backen
     cache.save(tmp_path / "a.safetensors")
     loaded = kv.KVCache.load(tmp_path / "a.safetensors")
     assert_same_bits(state(loaded), state(cache))
-    assert loaded.layers == cache.layers
+    assert loaded._layers == cache._layers
     assert loaded.capacity == cache.capacity
     more = tokens(100, step=104729)
     for one in (cache, loaded):
@@ -181,7 +181,7 @@ def test_the_backend_of_a_loaded_cache_can_be_chosen(path):
 
 def test_the_golden_file_loads_with_its_codes(backend):
     loaded = kv.KVCache.load(GOLDEN)
-    assert loaded.lengths.tolist() == [[67, 60]] * 3
+    assert loaded.seq_lengths.tolist() == [[67, 60]] * 3
     sums = [
         zlib.crc32(part.tobytes())
         for rows in state(loaded)
@@ -542,7 +542,7 @@ def test_the_file_is_flushed_before_it_takes_its_place(path, monkeypatch):
     assert [step for step in steps if step == "replace"] == ["replace"]
     assert steps.index("fsync") < steps.index("replace")
     assert os.listdir(path.parent) == [path.name]
-    assert kv.KVCache.load(path).layers[0].key.name == "int8"
+    assert kv.KVCache.load(path)._layers[0].key.name == "int8"
 
 
 def test_a_new_file_can_be_read_by_whom_the_umask_allows(tmp_path):

@@ -1,0 +1,160 @@
+"""Memory of KVCache and what it says about itself."""
+
+import pytest
+from cache_cases import every_preset, feed, part, sequence, small_cache, state
+from cache_model import buffers
+
+import kvcodec as kv
+from kvcodec.blocks import PAGE_UNITS
+from kvcodec.testing import assert_same_bits
+
+pytestmark = pytest.mark.usefixtures("twin")
+
+# Growth
+
+
+@every_preset
+def test_pages_never_move_and_are_allocated_as_they_fill(name):
+    arrays = sequence(2500, 1, q_heads=1)
+    cache = small_cache(name, num_kv_heads=1)
+    row = cache._sequences[0][0]
+    addresses = []
+    for start in range(0, 2500, 50):
+        cache.append(0, *part(arrays[1:], start, start + 50))
+        now = [page.packed.ctypes.data for page in row.keys.pages]
+        assert now[: len(addresses)] == addresses
+        assert len(now) == -(-(row.packed_end - 4) // (PAGE_UNITS * 64))
+        addresses = now
+    assert len(addresses) == 10
+
+
+def test_the_exact_tail_stays_small():
+    arrays = sequence(2500, 1, q_heads=1)
+    cache = small_cache(num_kv_heads=1, rollback=10)
+    cache.append(0, *arrays[1:])
+    layer = cache.memory()["layers"][0]
+    for side in ("key", "value"):
+        assert layer[side]["tail"] <= 32 * 4 * 2 * (20 + 10 + 2 * 16 + 64)
+
+
+def test_max_tokens_reserves_and_is_kept():
+    q, k, v = sequence(1100)
+    cache = small_cache(max_tokens=1100)
+    reserved = cache.nbytes
+    assert cache.capacity == 1100
+    cache.append(0, *part((k, v), 0, 1000))
+    assert cache.memory()["layers"][0]["key"]["body"] <= reserved
+    before = state(cache)
+    with pytest.raises(ValueError, match="max_tokens, 1100, but 101 tokens were given to one of 1"):
+        cache.append(0, *part((k, v), 0, 101))
+    with pytest.raises(ValueError, match="max_tokens"):
+        cache.append_attend(0, *part((q, k, v), 0, 101))
+    assert_same_bits(state(cache), before)
+    cache.append(0, *part((k, v), 0, 100))
+    assert len(cache) == 1100
+    assert small_cache().capacity is None
+
+
+@pytest.mark.parametrize("max_tokens", [None, 4000])
+def test_bytes_are_the_sum_of_the_buffers(max_tokens):
+    cache = small_cache("int4", "lm2", batch=2, max_tokens=max_tokens)
+    arrays = sequence(100, batch=2)
+    for step in range(3):
+        feed(cache, arrays)
+        memory = cache.memory()
+        total = sum(array.nbytes for array in buffers(cache._sequences))
+        assert cache.nbytes == memory["total"] == total
+        for layer in memory["layers"]:
+            parts = sum(sum(layer[side].values()) for side in ("key", "value"))
+            assert layer["total"] == parts
+            assert layer["ratio"] == layer["fp16"] / parts
+        assert sum(layer["total"] for layer in memory["layers"]) == total
+        assert memory["fp16"] == 2 * 2 * (step + 1) * 100 * 2 * 64
+        assert memory["ratio"] == memory["fp16"] / total
+        assert f"{total:,} bytes" in repr(cache)
+
+
+def test_a_long_cache_is_as_small_as_its_codecs_say():
+    cache = kv.KVCache(1, 1, 64, "int4", "int4", max_tokens=1024 * 8 + 4)
+    cache.append(0, *sequence(1024 * 8 + 4, 1, 64)[1:])
+    memory = cache.memory()["layers"][0]
+    layer = cache._layers[0]
+    for side in ("key", "value"):
+        bits = getattr(layer, side).bits_per_value(64)
+        tables = 2 * 8 * (8 * 16)
+        assert memory[side]["body"] == bits * 64 * 1024 * 8 / 8 + tables
+
+
+# What it says about itself
+
+
+def test_the_repr_tells_whether_keys_are_equalized():
+    q, k, v = sequence(150)
+    seen, unseen, young = (small_cache() for _ in range(3))
+    seen.append_attend(0, q, k, v)
+    unseen.append(0, k, v)
+    young.append(0, k[:, :, :9], v[:, :, :9])
+    assert "int4 keys (equalized)" in repr(seen)
+    assert "int4 keys (not equalized" in repr(unseen)
+    assert "equalized" not in repr(young)
+    assert "equalized" not in repr(small_cache("int8"))
+
+
+def test_the_repr_names_what_it_holds():
+    cache = kv.KVCache(3, 2, 32, "lm4", "kivi2", batch=2)
+    assert repr(cache).startswith("<KVCache of 0 tokens: 3 layers, batch 2, lm4 keys, kivi2 values")
+    page = cache._repr_html_()
+    assert page.count("<tr>") == page.count("</tr>") == 4
+    for name in ("layer", "key sinks", "key body", "value body", "value tail", "key statistics"):
+        assert f"<th>{name}</th>" in page
+
+
+def test_sizes_are_told():
+    cache = kv.KVCache(3, 2, 32, batch=2)
+    cache.append(1, *sequence(10, batch=2)[1:], lengths=[3, 10])
+    assert (cache.num_layers, cache.batch, len(cache), cache.seq_length) == (3, 2, 10, 10)
+    assert cache.seq_lengths.tolist() == [[0, 0], [3, 10], [0, 0]]
+    assert cache.keys(1).shape == (2, 2, 10, 32)
+    assert not cache.keys(1)[0, :, :7].any()
+    assert cache.keys(0).shape == cache.values(0).shape == (2, 2, 0, 32)
+
+
+# Reserved room
+
+
+@pytest.mark.parametrize("name", ["int4", "kivi2", None])
+def test_a_ring_uses_the_pages_that_it_reserved_again(name):
+    cache = small_cache(name, window=150, max_tokens=10_000, rollback=10)
+    blocks = cache._sequences[0][0].keys
+    reserved = {id(page) for page in blocks.pages}
+    assert 0 < len(reserved) * PAGE_UNITS * 64 < 150 + 10 + 16 + 2 * PAGE_UNITS * 64
+    before = cache.nbytes
+    for _ in range(40):
+        cache.append(0, *sequence(50)[1:])
+        assert {id(page) for page in blocks.pages} == reserved
+    assert cache.nbytes <= before + 2 * 2 * 32 * 4 * 200
+    memory = cache.memory()
+    assert memory["fp16"] == 2 * 2 * 2 * 32 * (4 + 149)
+
+
+def test_a_copy_has_reserved_pages_of_its_own():
+    cache = small_cache(max_tokens=3000)
+    cache.append(0, *sequence(500)[1:])
+    branch = cache.copy()
+    ours, theirs = (one._sequences[0][0].keys for one in (cache, branch))
+    used = -(-ours.units // PAGE_UNITS)
+    assert len(theirs.pages) == len(ours.pages) == ours.reserved
+    for index, (page, other) in enumerate(zip(ours.pages, theirs.pages, strict=True)):
+        assert (page is other) == (index < used)
+
+
+def test_reordering_copies_only_rows_that_are_named_twice():
+    cache = small_cache(batch=3)
+    cache.append(0, *sequence(200, batch=3)[1:])
+    rows = list(cache._sequences[0])
+    cache.reorder([2, 0, 1])
+    assert cache._sequences[0] == [rows[2], rows[0], rows[1]]
+    assert not any(any(row.keys.shared) for row in rows)
+    cache.select([1, 2, 2])
+    assert cache._sequences[0][0] is rows[0]
+    assert any(rows[1].keys.shared)
