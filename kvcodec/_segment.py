@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 class Segment(NamedTuple):
     """A run of tokens and the part of it that each query sees.
 
-    Query i of batch row b sees the segment's tokens start[b, i] <= t < stop[b, i].
+    Query i of batch row b sees the segment's tokens start[b, i] <= t < stop[b, i]. Arrays hold
+    exact tokens: float32, or uint16 for the bits of bfloat16.
     """
 
     keys: np.ndarray | Encoded

@@ -14,6 +14,7 @@ from kvcodec.encoded import ARRAYS, Encoded, empty_encoded
 
 TILE = 64
 PAGE_UNITS = 4
+STORED_AS = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(np.uint16)}
 
 
 class Blocks:
@@ -26,8 +27,16 @@ class Blocks:
     may be short where a sequence was cropped.
     """
 
-    def __init__(self, codec: Codec | None, heads: int, head_dim: int, block: int) -> None:
+    def __init__(
+        self,
+        codec: Codec | None,
+        heads: int,
+        head_dim: int,
+        block: int,
+        exact_dtype: str = "float32",
+    ) -> None:
         self.codec = codec
+        self.exact_dtype = exact_dtype
         self.heads = heads
         self.head_dim = head_dim
         self.block = block
@@ -61,7 +70,7 @@ class Blocks:
         """All pages and arrays that take memory, room that is not filled yet included."""
         return [self.first, self.count, *self.pages]
 
-    def append(self, x: Encoded | NDArray[np.float32], number: int) -> None:
+    def append(self, x: Encoded | NDArray[Any], number: int) -> None:
         """Add whole blocks of encoded (or exact) tokens of batch 1, the first of this number."""
         done, total = 0, x.shape[2]
         while done < total:
@@ -91,7 +100,7 @@ class Blocks:
         self.count[self.units] = 0
         self.units += 1
 
-    def append_unit(self, x: Encoded | NDArray[np.float32], number: int) -> None:
+    def append_unit(self, x: Encoded | NDArray[Any], number: int) -> None:
         """Add a unit as it was in another Blocks, short or not."""
         self._add_unit(number)
         self._write(x, 0, 0, x.shape[2])
@@ -100,7 +109,7 @@ class Blocks:
     def _add_page(self) -> None:
         shape = (PAGE_UNITS, self.heads, self.unit, self.head_dim)
         if self.codec is None:
-            page: Any = np.zeros(shape, dtype=np.float32)
+            page: Any = np.zeros(shape, dtype=STORED_AS[self.exact_dtype])
         else:
             page = empty_encoded(self.codec, shape)
         self.pages.append(page)
@@ -215,7 +224,7 @@ class Blocks:
     def copy(self) -> Blocks:
         """A copy that shares the pages that hold tokens."""
         used = -(-self.units // PAGE_UNITS)
-        copied = Blocks(self.codec, self.heads, self.head_dim, self.block)
+        copied = Blocks(self.codec, self.heads, self.head_dim, self.block, self.exact_dtype)
         copied.weights, copied.reserved, copied.units = self.weights, self.reserved, self.units
         copied.pages, copied.shared = self.pages[:used], [True] * used
         copied.first, copied.count = self.first.copy(), self.count.copy()

@@ -21,7 +21,7 @@ from kvcodec.attention import (
     check_window,
     softmax_scale,
 )
-from kvcodec.blocks import PAGE_UNITS, TILE
+from kvcodec.blocks import PAGE_UNITS, STORED_AS, TILE
 from kvcodec.codec import Codec, codec
 from kvcodec.sequence import Layer, Sequence
 
@@ -48,7 +48,7 @@ class KVCache:
     head_dim : int or sequence of int
         Channels of a key (and of a value, unless `value_head_dim` is given), for all or each layer.
     key, value : str, Codec, None, or mapping from layer to these, default "int4"
-        Codec of each side; None leaves it in float32. A mapping must name every layer.
+        Codec of each side; None leaves it in `exact_dtype`. A mapping must name every layer.
     sinks : int, default 4
         Exact tokens at the beginning.
     recent : int, default 64
@@ -68,6 +68,10 @@ class KVCache:
         Ring mode: a query sees the sinks, itself and the ``window - 1`` tokens before; pages that
         no query can see any more are given back, or used again where they were reserved, and
         nothing is moved.
+    exact_dtype : {"float32", "bfloat16"}, default "float32"
+        How exact tokens, and layers without a codec, are kept. bfloat16 takes half the memory and
+        is exact for a model that computes in it; other values are rounded to the nearest, and all
+        that is done with them later, packing included, sees the rounded ones.
     value_head_dim : int or sequence of int, optional
         Channels of a value, if they differ from those of a key.
     query_bits, probability_bits
@@ -114,6 +118,7 @@ class KVCache:
         batch: int = 1,
         max_tokens: int | None = None,
         window: int | None = None,
+        exact_dtype: str = "float32",
         value_head_dim: int | Several[int] | None = None,
         query_bits: int | None = 8,
         probability_bits: int | str | None = "auto",
@@ -141,6 +146,7 @@ class KVCache:
             "window": None if window is None else _validate.token_count(window, "window", 1),
         }
         exact["reserve"] = _reserve(self._max_tokens, **exact)
+        exact["exact_dtype"] = _validate.choice(exact_dtype, "exact_dtype", tuple(STORED_AS))
         batch = _validate.integer(batch, "batch", 1)
         keys = _codecs(key, "key", num_layers, block, dims)
         values = _codecs(value, "value", num_layers, block, value_dims)
@@ -865,8 +871,8 @@ class KVCache:
 
     def _names(self, side: str) -> str:
         names = dict.fromkeys(
-            "float32" if made is None else made.name
-            for made in (getattr(layer, side) for layer in self._layers)
+            layer.exact_dtype if made is None else made.name
+            for layer, made in ((layer, getattr(layer, side)) for layer in self._layers)
         )
         return " or ".join(names)
 

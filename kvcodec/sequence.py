@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcodec._segment import Segment
-from kvcodec.blocks import TILE, Blocks
+from kvcodec.blocks import STORED_AS, TILE, Blocks
 from kvcodec.codec import Codec
+from kvcodec.reference._numbers import load, round_to_bfloat16, store
 from kvcodec.reference.center import center_tokens
 from kvcodec.reference.equalize import equalizing_weights
 
@@ -34,18 +35,24 @@ class Layer:
     block: int
     rollback: int
     window: int | None
+    exact_dtype: str
     reserve: int
 
 
 class Tail:
     """Exact tokens in a buffer: appended at the end, dropped at the front, compacted when full.
 
+    They are kept in `exact_dtype`: float32, or the bits of bfloat16 to which they are rounded.
     Slot 0 always holds a token whose number differs from the first one's by whole tiles, so that
     sums over tiles do not depend on how the tokens came to be where they are.
     """
 
-    def __init__(self, heads: int, dims: tuple[int, int], number: int, slots: int = 0) -> None:
-        self.k, self.v = (np.zeros((1, heads, slots, dim), dtype=np.float32) for dim in dims)
+    def __init__(
+        self, heads: int, dims: tuple[int, int], exact_dtype: str, number: int, slots: int = 0
+    ) -> None:
+        dtype = STORED_AS[exact_dtype]
+        self.k, self.v = (np.zeros((1, heads, slots, dim), dtype=dtype) for dim in dims)
+        self.exact_dtype = exact_dtype
         self.origin = number
         self.restart(number)
 
@@ -61,6 +68,8 @@ class Tail:
             # Spare room for half a block: a token is moved a few times, not at each append.
             self._move(count + new + SPARE)
         at = self.end - self.base
+        if self.exact_dtype == "bfloat16":
+            k, v = (store(round_to_bfloat16(x), "bfloat16") for x in (k, v))
         self.k[:, :, at : at + new] = k
         self.v[:, :, at : at + new] = v
         self.end += new
@@ -71,7 +80,7 @@ class Tail:
         kept = slice(self.first - self.base, self.end - self.base)
         moved = []
         for old in (self.k, self.v):
-            new = np.zeros((*old.shape[:2], lead + slots, old.shape[3]), dtype=np.float32)
+            new = np.zeros((*old.shape[:2], lead + slots, old.shape[3]), dtype=old.dtype)
             new[:, :, lead : lead + kept.stop - kept.start] = old[:, :, kept]
             moved.append(new)
         self.k, self.v = moved
@@ -91,8 +100,8 @@ class Tail:
             self.restart(number)
         self.end = number
 
-    def take(self, start: int, stop: int) -> tuple[Floats, Floats]:
-        """Keys and values of the tokens start <= number < stop."""
+    def take(self, start: int, stop: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Keys and values of the tokens start <= number < stop, as they are kept."""
         part = slice(start - self.base, stop - self.base)
         return self.k[:, :, part], self.v[:, :, part]
 
@@ -115,10 +124,13 @@ class Sequence:
     def __init__(self, layer: Layer) -> None:
         self.layer = layer
         heads, sinks = layer.kv_heads, layer.sinks
-        self.sinks = Tail(heads, (layer.key_dim, layer.value_dim), 0, sinks)
-        self.tail = Tail(heads, (layer.key_dim, layer.value_dim), sinks)
-        self.keys = Blocks(layer.key, heads, layer.key_dim, layer.block)
-        self.values = Blocks(layer.value, heads, layer.value_dim, layer.block)
+        dims = (layer.key_dim, layer.value_dim)
+        self.sinks = Tail(heads, dims, layer.exact_dtype, 0, sinks)
+        self.tail = Tail(heads, dims, layer.exact_dtype, sinks)
+        self.keys, self.values = (
+            Blocks(codec, heads, dim, layer.block, layer.exact_dtype)
+            for codec, dim in zip((layer.key, layer.value), dims, strict=True)
+        )
         self.end = 0
         self.packed_end = sinks
         self.evicted = 0
@@ -211,14 +223,17 @@ class Sequence:
         self.energy += [grouped[:, token] for token in range(grouped.shape[1])]
 
     def _pack(self, tokens: int, kernels: ModuleType) -> None:
-        k, v = self.tail.take(self.packed_end, self.packed_end + tokens)
+        exact = self.tail.take(self.packed_end, self.packed_end + tokens)
+        k, v = (np.ascontiguousarray(load(x)) for x in exact)
         codec, weights = self.keys.codec, self.keys.weights
         if self.packed_end == self.layer.sinks and codec is not None and codec.equalize:
             weights = self._weights(k, codec, kernels)
             codec = replace(codec, equalize=weights is not None)
         keys, values = (
-            x if codec is None else kernels.encode(np.ascontiguousarray(x), codec, weights)
-            for x, codec, weights in ((k, codec, weights), (v, self.values.codec, None))
+            stored if codec is None else kernels.encode(x, codec, weights)
+            for stored, x, codec, weights in zip(
+                exact, (k, v), (codec, self.values.codec), (weights, None), strict=True
+            )
         )
         self.keys.codec, self.keys.weights = codec, weights
         self.keys.append(keys, self.packed_end)
@@ -369,12 +384,12 @@ class Sequence:
     def decoded(self, side: str, kernels: ModuleType) -> Floats:
         """Keys or values as the next query would see them, float32 (kv_heads, tokens, dim)."""
         blocks: Any = self.keys if side == "key" else self.values
-        parts = [getattr(self.sinks, side[0])[:, :, : self.sinks.end]]
+        parts = [load(getattr(self.sinks, side[0])[:, :, : self.sinks.end])]
         for number, unit in blocks:
-            x = unit if blocks.codec is None else kernels.decode(unit)
+            x = load(unit) if blocks.codec is None else kernels.decode(unit)
             parts.append(x[:, :, max(self.visible_from - number, 0) :])
         exact_from = max(self.packed_end, self.visible_from)
         if exact_from < self.end:
             k, v = self.tail.take(exact_from, self.end)
-            parts.append(k if side == "key" else v)
+            parts.append(load(k if side == "key" else v))
         return np.concatenate(parts, axis=2)[0]

@@ -7,6 +7,7 @@ and a record of every block that was packed, and works out what each query sees 
 import json
 from dataclasses import dataclass, replace
 
+import ml_dtypes
 import numpy as np
 import safetensors.numpy
 
@@ -30,6 +31,7 @@ class Rules:
     block: int = 64
     rollback: int = 0
     window: int | None = None
+    exact_dtype: str = "float32"
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,8 @@ class Row:
         if q is not None and not self.blocks:
             early = range(self.end, min(self.end + q.shape[2], rules.sinks + rules.block))
             self.queries |= {token: q[:, :, token - self.end] for token in early}
+        if rules.exact_dtype == "bfloat16":
+            k, v = (x.astype(ml_dtypes.bfloat16).astype(np.float32) for x in (k, v))
         self.k = np.concatenate([self.k, k], axis=2)
         self.v = np.concatenate([self.v, v], axis=2)
         while self.packed_end + rules.block + rules.recent <= self.end:
@@ -374,8 +378,8 @@ def contents(row):
     """What a row of a KVCache holds, in the terms of `Row.contents`."""
     held = {
         "numbers": (row.end, row.length, row.packed_end, row.tail.first),
-        "sinks": row.sinks.take(0, row.sinks.end),
-        "tail": row.tail.take(row.tail.first, row.tail.end),
+        "sinks": tuple(map(as_floats, row.sinks.take(0, row.sinks.end))),
+        "tail": tuple(map(as_floats, row.tail.take(row.tail.first, row.tail.end))),
         "weights": row.keys.weights,
     }
     for name, blocks in (("keys", row.keys), ("values", row.values)):
@@ -383,11 +387,18 @@ def contents(row):
         held[name] = {}
         for part in STORED if units else ():
             pieces = [
-                unit if part == "packed" else None for unit in units if isinstance(unit, np.ndarray)
+                as_floats(unit) if part == "packed" else None
+                for unit in units
+                if isinstance(unit, np.ndarray)
             ] or [getattr(unit, part) for unit in units]
             if pieces[0] is not None:
                 held[name][part] = np.concatenate(pieces, axis=2)
     return held
+
+
+def as_floats(x):
+    """Exact tokens as they are kept, as float32."""
+    return x if x.dtype == np.float32 else x.view(ml_dtypes.bfloat16).astype(np.float32)
 
 
 def first_held(row):

@@ -1,5 +1,7 @@
 """Memory of KVCache and what it says about itself."""
 
+import ml_dtypes
+import numpy as np
 import pytest
 from cache_cases import every_preset, feed, part, sequence, small_cache, state
 from cache_model import buffers
@@ -158,3 +160,23 @@ def test_reordering_copies_only_rows_that_are_named_twice():
     cache.select([1, 2, 2])
     assert cache._sequences[0][0] is rows[0]
     assert any(rows[1].keys.shared)
+
+
+# Exact tokens in 16 bits
+
+
+@pytest.mark.parametrize("name", ["int4", "kivi2", None])
+def test_exact_tokens_in_bfloat16_take_half_the_room_and_are_those_of_rounded_input(name):
+    arrays = sequence(150)
+    rounded = [x.astype(ml_dtypes.bfloat16).astype(np.float32) for x in arrays[1:]]
+    half = small_cache(name, exact_dtype="bfloat16")
+    whole = small_cache(name)
+    outputs = feed(half, arrays, (1, 20, 90))
+    assert_same_bits(outputs, feed(whole, [arrays[0], *rounded], (1, 20, 90)))
+    assert_same_bits(state(half), state(whole))
+    assert_same_bits([half.keys(0), half.values(0)], [whole.keys(0), whole.values(0)])
+    for side in ("key", "value"):
+        ours, theirs = (cache.memory()["layers"][0][side] for cache in (half, whole))
+        assert ours["sinks"] * 2 == theirs["sinks"]
+        assert ours["tail"] * 2 == theirs["tail"]
+    assert ("bfloat16 keys" in repr(half)) == (name is None)

@@ -52,6 +52,7 @@ class CacheMachine(RuleBasedStateMachine):
             "block": block,
             "rollback": draw(st.sampled_from((0, 0, 3, 40, 100))),
             "window": draw(st.sampled_from((None, None, 1, 50, 150))),
+            "exact_dtype": draw(st.sampled_from(("float32", "float32", "bfloat16"))),
         }
         layers = []
         for _ in range(draw(st.sampled_from((1, 1, 2)))):

@@ -78,6 +78,7 @@ def plan_for(codec, head_dim):
 cdef struct Side:
     # Keys or values of one segment: an exact array, or the arrays of an Encoded.
     const float *exact
+    const uint16_t *half       # exact tokens in bfloat16
     const uint8_t *packed
     void *scale
     void *zero_point
@@ -99,7 +100,10 @@ cdef Side side_of(x, list keep):
     side.tokens = x.shape[2]
     side.n = x.shape[3]
     if isinstance(x, np.ndarray):
-        side.exact = <const float *> address(x)
+        if x.dtype == np.uint16:
+            side.half = <const uint16_t *> address(x)
+        else:
+            side.exact = <const float *> address(x)
         return side
     plan = plan_for(x.codec, x.head_dim)
     keep.append(plan)
@@ -113,6 +117,17 @@ cdef Side side_of(x, list keep):
     side.blocks = (side.tokens + plan.plan.block - 1) // plan.plan.block
     side.token_groups = (side.tokens + plan.plan.group_size - 1) // plan.plan.group_size
     return side
+
+
+cdef inline const float *exact_row(const Side *side, Py_ssize_t index,
+                                   float *row) noexcept nogil:
+    """An exact token; bfloat16 is turned into floats in `row`."""
+    cdef Py_ssize_t c
+    if side.half == NULL:
+        return side.exact + index * side.n
+    for c in range(side.n):
+        row[c] = bits_to_float(<uint32_t> side.half[index * side.n + c] << 16)
+    return row
 
 
 cdef inline void rotate_row(float *x, const Plan *plan, float *scratch) noexcept nogil:

@@ -217,12 +217,12 @@ cdef inline void score_tile(const Side *keys, Py_ssize_t head, Py_ssize_t first,
     cdef Py_ssize_t n = keys.n, row, t, u, block, stop
     cdef float product
     cdef float *s
+    cdef const float *key
     if keys.plan == NULL:
-        for row in range(rows):
-            for t in range(tokens):
-                work.scores[row * TILE + t] = dot_16(
-                    work.query + row * work.n,
-                    keys.exact + (head * keys.tokens + first + t) * n, n)
+        for t in range(tokens):
+            key = exact_row(keys, head * keys.tokens + first + t, work.folded)
+            for row in range(rows):
+                work.scores[row * TILE + t] = dot_16(work.query + row * work.n, key, n)
     else:
         unpack_tile(keys, head, first, tokens, work.levels)
         if keys.plan.by_token:

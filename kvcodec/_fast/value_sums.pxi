@@ -77,7 +77,7 @@ cdef inline void add_float_values(const Side *values, Py_ssize_t head, Py_ssize_
         if p[t] == 0:
             continue
         if plan == NULL:
-            v = values.exact + at * n
+            v = exact_row(values, at, work.folded)
             for c in range(n):
                 accumulator[c] = accumulator[c] + p[t] * v[c]
         elif plan.code != ASYMMETRIC:

@@ -25,6 +25,13 @@ def round_down_to_bfloat16(x: np.ndarray) -> np.ndarray:
     return ((bits + away) & np.uint32(0xFFFF0000)).view(np.float32)
 
 
+def round_to_bfloat16(x: np.ndarray) -> np.ndarray:
+    """Round float32 of either sign to the nearest bfloat16, ties to even, returned as float32."""
+    bits = np.asarray(x, dtype=np.float32).view(np.uint32)
+    even = (bits >> np.uint32(16)) & np.uint32(1)
+    return ((bits + np.uint32(0x7FFF) + even) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
 def store(x: np.ndarray, scale_dtype: str) -> np.ndarray:
     """Turn float32 that is representable in `scale_dtype` into the array that is kept."""
     x = np.asarray(x, dtype=np.float32)

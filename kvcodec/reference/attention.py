@@ -140,7 +140,7 @@ def scores(
     """Scores of rows q (batch, kv_heads, rows, head_dim): scale * q . k for each token."""
     q, factor = normalize_query(q, scale)
     if isinstance(keys, np.ndarray):
-        products = _product(q, _transposed(keys))
+        products = _product(q, _transposed(load(keys)))
     else:
         rotated = q if keys.weights is None else q / keys.weights[:, :, None, :]
         rotated = rotate(rotated, keys.codec)
@@ -172,7 +172,7 @@ def value_sums(
 ) -> np.ndarray:
     """sum_t p_t v_t, float32 (batch, kv_heads, rows, head_dim), in the values' rotated domain."""
     if isinstance(values, np.ndarray):
-        return _product(probabilities, values)
+        return _product(probabilities, load(values))
     if probability_bits is None:
         return _product(probabilities, decode_rotated(values))
 
