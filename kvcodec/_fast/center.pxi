@@ -1,30 +1,16 @@
 # Key centering. The sum over the tokens of a block runs with a lane for each channel, in float64
 # and token by token, so vectorizing does not change its order; the mean is then coded like any
-# other INT8 vector. Threads take blocks.
+# other INT8 vector and decoded once for all tokens of the block. Whether a token gets longer is
+# decided by sums in 8 lanes of float64 (simd.h). Threads take blocks.
 
 cdef inline void mean_row(const float *x, Py_ssize_t tokens, Py_ssize_t n, double *total,
                           float *mean) noexcept nogil:
     """Mean over the tokens of one block; total is scratch for n doubles."""
-    cdef Py_ssize_t t, c
-    for c in range(n):
-        total[c] = 0
-    for t in range(tokens):
-        for c in range(n):
-            total[c] = total[c] + x[t * n + c]
+    cdef Py_ssize_t c
+    memset(total, 0, n * sizeof(double))
+    add_tokens(x, tokens, n, total)
     for c in range(n):
         mean[c] = <float> (total[c] / tokens)
-
-
-cdef inline bint center_row(float *x, Py_ssize_t n, const int8_t *levels, float scale,
-                            float *shifted) noexcept nogil:
-    """Subtract the stored mean unless that makes the token longer; tells whether it did."""
-    cdef Py_ssize_t c
-    for c in range(n):
-        shifted[c] = x[c] - levels[c] * scale
-    if sum_of_squares(shifted, n) > sum_of_squares(x, n):
-        return False
-    memcpy(x, shifted, n * sizeof(float))
-    return True
 
 
 def block_means(x, Py_ssize_t block):

@@ -18,9 +18,22 @@ cdef extern from "simd.h" nogil:
     uint32_t float_to_bits(float f)
     float exp_nonpositive(float x)
     float expm1_nonpositive(float x)
-    void butterflies(float *x, Py_ssize_t n)
-    void count_boundaries(const float *x, Py_ssize_t n, float inverse, const float *boundaries,
-                          int count, uint8_t *codes)
+    void butterflies(const float *x, const float *signs, Py_ssize_t n, float factor, float *y)
+    void multiply(const float *x, const float *factors, Py_ssize_t n, float *y)
+    double dot_8(const float *a, const float *b, Py_ssize_t n)
+    bint shift_row(const float *x, const float *center, Py_ssize_t n, float *shifted)
+    void add_tokens(const float *x, Py_ssize_t tokens, Py_ssize_t n, double *total)
+    void range_of(const float *x, Py_ssize_t n, float *low, float *high)
+    void round_codes(const float *x, Py_ssize_t n, float zero, float inverse, float low,
+                     float high, int offset, uint8_t *codes)
+    ctypedef struct Cells:
+        pass
+    void make_cells(Cells *cells, const float *boundaries, int count, const int8_t *levels)
+    void find_cells(const float *x, Py_ssize_t n, float inverse, const Cells *cells,
+                    uint8_t *codes, float *levels)
+    void pack_pairs(const uint8_t *codes, Py_ssize_t units, uint8_t *packed)
+    void pack_quads(const uint8_t *codes, Py_ssize_t units, uint8_t *packed)
+    void pack_octets(const uint8_t *codes, Py_ssize_t units, uint8_t *packed)
 
 
 cdef int threads_for(Py_ssize_t elements):
@@ -78,27 +91,6 @@ cdef inline float dot_16(const float *a, const float *b, Py_ssize_t n) noexcept 
     for j in range(n - n % 16, n):
         lane[j % 16] = lane[j % 16] + a[j] * b[j]
     return sum_of_16(lane)
-
-
-cdef inline double sum_of_8(double *lane) noexcept nogil:
-    cdef int i
-    for i in range(4):
-        lane[i] = lane[i] + lane[i + 4]
-    return (lane[0] + lane[2]) + (lane[1] + lane[3])
-
-
-cdef inline double sum_of_squares(const float *x, Py_ssize_t n) noexcept nogil:
-    """Sum of squares in 8 lanes of float64; the squares themselves are exact."""
-    cdef double lane[8]
-    cdef Py_ssize_t i, j
-    for j in range(8):
-        lane[j] = 0
-    for i in range(0, n - 7, 8):
-        for j in range(8):
-            lane[j] = lane[j] + <double> x[i + j] * x[i + j]
-    for j in range(n - n % 8, n):
-        lane[j % 8] = lane[j % 8] + <double> x[j] * x[j]
-    return sum_of_8(lane)
 
 
 cdef inline int32_t dot_int8(const int8_t *a, const int8_t *b, Py_ssize_t n) noexcept nogil:

@@ -1,6 +1,7 @@
-# Encoding and decoding. All six steps run on one block of tokens while it lies in the cache: copy,
-# center, weigh, rotate in place, then code and pack row by row. Threads take blocks, which do not
-# depend on each other, so the bytes depend neither on threads nor on how many blocks there are.
+# Encoding and decoding. All six steps run on a token at a time while it lies in the first-level
+# cache: center, weigh, rotate, code, pack; what the tokens of a block share is taken first, and
+# groups along tokens wait until their tokens are rotated. Threads take blocks, which do not depend
+# on each other, so the bytes depend neither on threads nor on how many blocks there are.
 
 from dataclasses import replace
 from functools import lru_cache
@@ -36,7 +37,6 @@ cdef class CodecPlan:
     cdef Plan plan
     cdef RotationTables rotation
     cdef object levels
-    cdef object boundaries
 
     def __init__(self, codec, Py_ssize_t n):
         cdef Plan *plan = &self.plan
@@ -56,12 +56,7 @@ cdef class CodecPlan:
         plan.levels = <const int8_t *> address(self.levels)
         if plan.code == LLOYD_MAX:
             book = codec.codebook(n)
-            self.boundaries = book.boundaries.astype(np.float32)
-            plan.book.levels = plan.levels
-            plan.book.boundaries = <const float *> address(self.boundaries)
-            plan.book.count = self.boundaries.size
-            plan.book.step = book.step
-            plan.book.scale_rule = SCALE_RULES[codec.scale_rule]
+            make_book(&plan.book, book.levels, book.boundaries, book.step, codec.scale_rule)
         plan.rotated = codec.rotation != "none"
         if plan.rotated:
             signs = codec.signs(n) if codec.rotation == "srht" else None
@@ -132,113 +127,157 @@ cdef inline const float *exact_row(const Side *side, Py_ssize_t index,
 
 cdef inline void rotate_row(float *x, const Plan *plan, float *scratch) noexcept nogil:
     if plan.rotated:
-        if plan.rotation.signs != NULL:
-            sign_row(x, plan.rotation.signs, plan.n)
-        transform_row(x, plan.rotation, scratch)
+        transform_row(x, plan.rotation.signs, plan.rotation, scratch, x)
 
 
 cdef inline void unrotate_row(float *x, const Plan *plan, float *scratch) noexcept nogil:
     if plan.rotated:
-        transform_row(x, plan.rotation, scratch)
+        transform_row(x, NULL, plan.rotation, scratch, x)
         if plan.rotation.signs != NULL:
-            sign_row(x, plan.rotation.signs, plan.n)
+            multiply(x, plan.rotation.signs, plan.n, x)
 
 
 cdef struct Scratch:
-    # Of one thread: a block of rows, a row of doubles, three of floats, a block of codes.
+    # Of one thread: a block of rows, a row of doubles, rows of floats, a block of codes.
     float *rows
     double *total
-    float *row
+    float *center              # the decoded mean of the block
+    float *row                 # three rows
     uint8_t *codes
-    bint *centered             # for each token of the block
 
 
-cdef inline void center_rows(float *rows, Py_ssize_t tokens, const Plan *plan, Scratch scratch,
-                             int8_t *levels, void *scales, Py_ssize_t index) noexcept nogil:
-    """Store the mean of a block and subtract it where it belongs."""
-    cdef Py_ssize_t n = plan.n, t
+cdef inline const float *transformed_row(const float *x, const float *weights,
+                                         const Plan *plan, Scratch scratch, float *out,
+                                         bint *centered) noexcept nogil:
+    """Center, weigh and rotate a token; returns it, in `out` if anything was to do."""
+    if plan.center:
+        centered[0] = shift_row(x, scratch.center, plan.n, out)
+        x = out if centered[0] else x
+    if weights != NULL:
+        multiply(x, weights, plan.n, out)
+        x = out
+    if plan.rotated:
+        transform_row(x, plan.rotation.signs, plan.rotation, scratch.row, out)
+        x = out
+    return x
+
+
+cdef inline float code_row(const float *x, const Plan *plan, float *scratch,
+                           uint8_t *codes) noexcept nogil:
+    """Code a token that has one scale, and return that."""
+    if plan.code == SYMMETRIC:
+        return symmetric_codes(x, plan.n, plan.bits, plan.bfloat16, 1 << (plan.bits - 1), codes)
+    return lloyd_max_row(x, plan.n, &plan.book, plan.bfloat16, scratch, codes)
+
+
+cdef inline void store_scales(void *stored, Py_ssize_t first, const float *scales,
+                              Py_ssize_t count, bint bfloat16) noexcept nogil:
+    cdef Py_ssize_t i
+    for i in range(count):
+        store_scale(stored, first + i, scales[i], bfloat16)
+
+
+cdef inline void center_block(const float *x, Py_ssize_t tokens, const Plan *plan,
+                              Scratch scratch, int8_t *levels, void *scales,
+                              Py_ssize_t index) noexcept nogil:
+    """Store the mean of a block, and decode it to scratch."""
+    cdef Py_ssize_t n = plan.n, c
     cdef float scale
-    mean_row(rows, tokens, n, scratch.total, scratch.row)
+    mean_row(x, tokens, n, scratch.total, scratch.row)
     scale = symmetric_row(scratch.row, n, 8, plan.bfloat16, levels)
     store_scale(scales, index, scale, plan.bfloat16)
-    for t in range(tokens):
-        scratch.centered[t] = center_row(rows + t * n, n, levels, scale, scratch.row)
+    for c in range(n):
+        scratch.center[c] = levels[c] * scale
 
 
-cdef inline void code_rows(const float *rows, const Side *side, Py_ssize_t head, Py_ssize_t first,
-                           Py_ssize_t tokens, Scratch scratch) noexcept nogil:
-    """Scale and code the rows of a block; the codes go to scratch."""
+cdef inline void encode_tokens(const float *x, const Side *side, const float *weights,
+                               Scratch scratch, Py_ssize_t index, Py_ssize_t tokens,
+                               uint8_t *packed) noexcept nogil:
+    """Encode tokens that do not share a group; the first is the index-th of all heads."""
     cdef const Plan *plan = side.plan
-    cdef Py_ssize_t n = plan.n, token = head * side.tokens + first, t, g, c, members, at
+    cdef Py_ssize_t n = plan.n, groups = plan.groups, t
     cdef float *scale = scratch.row
     cdef float *zero = scratch.row + n
-    cdef uint8_t *codes
-    cdef int half = 1 << (plan.bits - 1)
-    if plan.by_token:
-        for g in range((tokens + plan.group_size - 1) // plan.group_size):
-            t = g * plan.group_size
-            members = plan.group_size if t + plan.group_size < tokens else tokens - t
-            asymmetric_tokens(rows + t * n, members, n, plan.bits, plan.bfloat16, scale, zero,
-                              scratch.row + 2 * n, scratch.codes + t * n)
-            at = (head * side.token_groups + (first + t) // plan.group_size) * n
-            for c in range(n):
-                store_scale(side.scale, at + c, scale[c], plan.bfloat16)
-                store_scale(side.zero_point, at + c, zero[c], plan.bfloat16)
-        return
-    for t in range(tokens):
-        codes = scratch.codes + t * n
+    cdef const float *y
+    cdef bint centered = False
+    for t in range(index, index + tokens):
+        y = transformed_row(x + (t - index) * n, weights, plan, scratch, scratch.rows, &centered)
         if plan.code == ASYMMETRIC:
-            asymmetric_channels(rows + t * n, n, plan.bits, plan.group_size, plan.bfloat16, scale,
-                                zero, codes)
-            for g in range(plan.groups):
-                store_scale(side.scale, (token + t) * plan.groups + g, scale[g], plan.bfloat16)
-                store_scale(side.zero_point, (token + t) * plan.groups + g, zero[g], plan.bfloat16)
-        elif plan.code == SYMMETRIC:
-            scale[0] = symmetric_row(rows + t * n, n, plan.bits, plan.bfloat16, <int8_t *> codes)
-            for c in range(n):
-                codes[c] = <uint8_t> (codes[c] + half)
+            asymmetric_channels(y, n, plan.bits, plan.group_size, plan.bfloat16, scale, zero,
+                                scratch.codes)
+            store_scales(side.scale, t * groups, scale, groups, plan.bfloat16)
+            store_scales(side.zero_point, t * groups, zero, groups, plan.bfloat16)
         else:
-            scale[0] = lloyd_max_row(rows + t * n, n, &plan.book, plan.bfloat16, codes)
-        if plan.code != ASYMMETRIC:
-            if plan.center and not scratch.centered[t]:
+            scale[0] = code_row(y, plan, zero, scratch.codes)
+            if plan.center and not centered:
                 scale[0] = -scale[0]
-            store_scale(side.scale, token + t, scale[0], plan.bfloat16)
+            store_scale(side.scale, t, scale[0], plan.bfloat16)
+        pack_row(scratch.codes, n, plan.width, packed + t * plan.row_bytes)
 
 
-cdef Py_ssize_t carve_scratch(char *base, Scratch *scratch, Py_ssize_t unit,
-                              Py_ssize_t n) noexcept nogil:
+cdef inline void encode_groups(const float *x, const Side *side, const float *weights,
+                               Scratch scratch, Py_ssize_t index, Py_ssize_t group,
+                               Py_ssize_t tokens, uint8_t *packed) noexcept nogil:
+    """Encode groups of tokens, the first of which is the group-th of all heads."""
+    cdef const Plan *plan = side.plan
+    cdef Py_ssize_t n = plan.n, t, g, first, members
+    cdef float *scale = scratch.row
+    cdef float *zero = scratch.row + n
+    if plan.rotated or weights != NULL:
+        for t in range(tokens):
+            transformed_row(x + t * n, weights, plan, scratch, scratch.rows + t * n, NULL)
+        x = scratch.rows
+    for g in range((tokens + plan.group_size - 1) // plan.group_size):
+        first = g * plan.group_size
+        members = plan.group_size if first + plan.group_size < tokens else tokens - first
+        asymmetric_tokens(x + first * n, members, n, plan.bits, plan.bfloat16, scale, zero,
+                          scratch.row + 2 * n, scratch.codes)
+        store_scales(side.scale, (group + g) * n, scale, n, plan.bfloat16)
+        store_scales(side.zero_point, (group + g) * n, zero, n, plan.bfloat16)
+        for t in range(members):
+            pack_row(scratch.codes + t * n, n, plan.width,
+                     packed + (index + first + t) * plan.row_bytes)
+
+
+cdef Py_ssize_t carve_scratch(char *base, Scratch *scratch, const Plan *plan,
+                              Py_ssize_t unit) noexcept nogil:
     """Lay the scratch of a thread out from base; returns the bytes it needs."""
-    cdef Py_ssize_t at = 0
-    scratch.rows = <float *> take(base, &at, unit * n * 4)
+    cdef Py_ssize_t at = 0, n = plan.n, rows = unit if plan.by_token else 1
+    scratch.rows = <float *> take(base, &at, rows * n * 4)
     scratch.total = <double *> take(base, &at, n * 8)
+    scratch.center = <float *> take(base, &at, n * 4)
     scratch.row = <float *> take(base, &at, 3 * n * 4)
-    scratch.codes = <uint8_t *> take(base, &at, unit * n)
-    scratch.centered = <bint *> take(base, &at, unit * sizeof(bint))
+    scratch.codes = <uint8_t *> take(base, &at, rows * n)
     return at
 
 
 cdef void encode_block(const float *x, const Side *side, uint8_t *packed, int8_t *center_levels,
                        void *center_scale, Py_ssize_t head, Py_ssize_t first, Py_ssize_t tokens,
-                       char *base, Py_ssize_t unit) noexcept nogil:
+                       Scratch scratch) noexcept nogil:
     cdef const Plan *plan = side.plan
-    cdef Py_ssize_t n = plan.n, token = head * side.tokens + first, t, c, block
-    cdef const float *weights
-    cdef Scratch scratch
-    carve_scratch(base, &scratch, unit, n)
-    memcpy(scratch.rows, x + token * n, tokens * n * sizeof(float))
+    cdef Py_ssize_t n = plan.n, index = head * side.tokens + first, block
+    cdef const float *weights = NULL if side.weights == NULL else side.weights + head * n
+    x = x + index * n
     if plan.center:
         block = head * side.blocks + first // plan.block
-        center_rows(scratch.rows, tokens, plan, scratch, center_levels + block * n, center_scale,
-                    block)
-    for t in range(tokens):
-        if side.weights != NULL:
-            weights = side.weights + head * n
-            for c in range(n):
-                scratch.rows[t * n + c] = scratch.rows[t * n + c] * weights[c]
-        rotate_row(scratch.rows + t * n, plan, scratch.row)
-    code_rows(scratch.rows, side, head, first, tokens, scratch)
-    for t in range(tokens):
-        pack_row(scratch.codes + t * n, n, plan.width, packed + (token + t) * plan.row_bytes)
+        center_block(x, tokens, plan, scratch, center_levels + block * n, center_scale, block)
+    if plan.by_token:
+        encode_groups(x, side, weights, scratch, index,
+                      head * side.token_groups + first // plan.group_size, tokens, packed)
+    else:
+        encode_tokens(x, side, weights, scratch, index, tokens, packed)
+
+
+cdef void encode_unit(const float *x, const Side *side, uint8_t *packed, int8_t *center_levels,
+                      void *center_scale, Py_ssize_t task, Py_ssize_t unit,
+                      char *base) noexcept nogil:
+    """Encode the task-th stretch of `unit` tokens of all heads."""
+    cdef Py_ssize_t units = (side.tokens + unit - 1) // unit
+    cdef Py_ssize_t head = task // units, first = task % units * unit
+    cdef Scratch scratch
+    carve_scratch(base, &scratch, side.plan, unit)
+    encode_block(x, side, packed, center_levels, center_scale, head, first,
+                 unit if first + unit < side.tokens else side.tokens - first, scratch)
 
 
 def encode(x, codec, weights):
@@ -259,14 +298,12 @@ def encode(x, codec, weights):
     cdef int8_t *center_levels = <int8_t *> address(encoded.center_levels)
     cdef void *center_scale = <void *> address(encoded.center_scale)
     cdef Scratch unused
-    cdef Py_ssize_t thread_bytes = carve_scratch(NULL, &unused, unit, n)
+    cdef Py_ssize_t thread_bytes = carve_scratch(NULL, &unused, plan, unit)
     cdef uint8_t[::1] scratch = np.empty(threads * thread_bytes + 64, dtype=np.uint8)
-    cdef Py_ssize_t task, tasks = x.shape[0] * x.shape[1] * units, first, members
+    cdef Py_ssize_t task, tasks = x.shape[0] * x.shape[1] * units
     for task in prange(tasks, nogil=True, num_threads=threads, schedule="static"):
-        first = task % units * unit
-        members = unit if first + unit < tokens else tokens - first
-        encode_block(source, &side, packed, center_levels, center_scale, task // units, first,
-                     members, aligned(scratch, thread_bytes, threadid()), unit)
+        encode_unit(source, &side, packed, center_levels, center_scale, task, unit,
+                    aligned(scratch, thread_bytes, threadid()))
     return encoded
 
 

@@ -47,20 +47,15 @@ cdef inline void asymmetric_channels(const float *x, Py_ssize_t n, int bits, Py_
                                      bint bfloat16, float *scale, float *zero_point,
                                      uint8_t *codes) noexcept nogil:
     """Code one token by groups of channels."""
-    cdef float largest = (1 << bits) - 1, low, high, inverse
-    cdef Py_ssize_t start, stop, c, group
+    cdef float largest = (1 << bits) - 1, low, high
+    cdef Py_ssize_t start, members, group
     for group in range((n + group_size - 1) // group_size):
         start = group * group_size
-        stop = start + group_size if start + group_size < n else n
-        low = x[start]
-        high = x[start]
-        for c in range(start + 1, stop):
-            low = x[c] if x[c] < low else low
-            high = x[c] if x[c] > high else high
+        members = group_size if start + group_size < n else n - start
+        range_of(x + start, members, &low, &high)
         group_range(low, high, bits, bfloat16, &scale[group], &zero_point[group])
-        inverse = reciprocal(scale[group])
-        for c in range(start, stop):
-            codes[c] = asymmetric_code(x[c], zero_point[group], inverse, largest)
+        round_codes(x + start, members, zero_point[group], reciprocal(scale[group]), 0, largest, 0,
+                    codes + start)
 
 
 def quantize_asymmetric(x, int bits, Py_ssize_t group_size, str axis, str scale_dtype):

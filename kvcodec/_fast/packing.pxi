@@ -5,34 +5,26 @@
 
 cdef inline void pack_row(const uint8_t *codes, Py_ssize_t n, int width,
                           uint8_t *packed) noexcept nogil:
-    cdef Py_ssize_t i, whole
+    cdef Py_ssize_t whole
     cdef uint32_t unit
     cdef int j
     if width == 8:
         memcpy(packed, codes, n)
     elif width == 4:
         whole = n // 2
-        for i in range(whole):
-            packed[i] = codes[2 * i] | codes[2 * i + 1] << 4
+        pack_pairs(codes, whole, packed)
         if n % 2:
             packed[whole] = codes[n - 1]
     elif width == 2:
         whole = n // 4
-        for i in range(whole):
-            packed[i] = (codes[4 * i] | codes[4 * i + 1] << 2
-                         | codes[4 * i + 2] << 4 | codes[4 * i + 3] << 6)
+        pack_quads(codes, whole, packed)
         if n % 4:
             packed[whole] = 0
             for j in range(n % 4):
                 packed[whole] |= codes[4 * whole + j] << 2 * j
     else:
         whole = n // 8
-        for i in range(whole):
-            unit = 0
-            for j in range(8):
-                unit |= <uint32_t> codes[8 * i + j] << 3 * j
-            for j in range(3):
-                packed[3 * i + j] = unit >> 8 * j
+        pack_octets(codes, whole, packed)
         if n % 8:
             unit = 0
             for j in range(n % 8):

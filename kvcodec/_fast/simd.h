@@ -10,6 +10,9 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 #if defined(__AVX512F__)
 #define LANES 16
@@ -25,6 +28,29 @@ typedef uint8_t vbyte __attribute__((vector_size(LANES)));
 
 static inline vfloat load(const float *p) { vfloat v; memcpy(&v, p, sizeof v); return v; }
 static inline void store(float *p, vfloat v) { memcpy(p, &v, sizeof v); }
+
+/* What the vector extensions have no word for. MULTIPLY_ADD is for exact products only, where it
+   does not matter whether they are rounded before the addition. */
+#if defined(__AVX512F__)
+#define LEAST(a, b) ((vfloat)_mm512_min_ps(a, b))
+#define LARGEST(a, b) ((vfloat)_mm512_max_ps(a, b))
+#define MULTIPLY_ADD(a, b, c) ((vfloat)_mm512_fmadd_ps(a, b, c))
+#define MULTIPLY_ADD_DOUBLE(a, b, c) ((vdouble)_mm512_fmadd_pd(a, b, c))
+#elif defined(__AVX2__) && defined(__FMA__)
+#define LEAST(a, b) ((vfloat)_mm256_min_ps(a, b))
+#define LARGEST(a, b) ((vfloat)_mm256_max_ps(a, b))
+#define MULTIPLY_ADD(a, b, c) ((vfloat)_mm256_fmadd_ps(a, b, c))
+#define MULTIPLY_ADD_DOUBLE(a, b, c) ((vdouble)_mm256_fmadd_pd(a, b, c))
+#else
+#define LEAST(a, b) choose((a) < (b), a, b)
+#define LARGEST(a, b) choose((a) > (b), a, b)
+#define MULTIPLY_ADD(a, b, c) ((a) * (b) + (c))
+#define MULTIPLY_ADD_DOUBLE(a, b, c) ((a) * (b) + (c))
+static inline vfloat choose(vint mask, vfloat a, vfloat b)
+{
+    return (vfloat)((mask & (vint)a) | (~mask & (vint)b));
+}
+#endif
 
 /* Round to the nearest integer, ties to even, for |x| < 2^22: adding 1.5 * 2^23 leaves no bits
    below the unit. Unlike rintf it needs no SSE4.1. */
@@ -54,7 +80,7 @@ static inline uint32_t float_to_bits(float f) { uint32_t u; memcpy(&u, &f, 4); r
 #else
 #define PARTNERS(v, h) __builtin_shuffle(v, (vint){LIST(PARTNER, h)})
 #endif
-#define BUTTERFLY(v, h) (PARTNERS(v, h) + (v) * (vfloat){LIST(SIGN, h)})
+#define BUTTERFLY(v, h) MULTIPLY_ADD(v, ((vfloat){LIST(SIGN, h)}), PARTNERS(v, h))
 
 static inline vfloat butterflies_inside(vfloat v)
 {
@@ -69,8 +95,29 @@ static inline vfloat butterflies_inside(vfloat v)
     return v;
 }
 
-/* All butterflies of n = 2^k floats in place, without the factor 1/sqrt(n). */
-static inline void butterflies(float *x, Py_ssize_t n)
+/* Eight vectors are held in registers at a time: a row of 128 with 16 lanes. */
+#define HELD (8 * LANES)
+#define PAIR(a, b) { vfloat sum = v##a + v##b; v##b = v##a - v##b; v##a = sum; }
+#define LOAD(i) vfloat v##i = load(x + i * LANES); \
+                if (signs) v##i *= load(signs + i * LANES); \
+                v##i = butterflies_inside(v##i);
+#define STORE(i) store(y + i * LANES, v##i * factor);
+
+static inline void butterflies_held(const float *x, const float *signs, float factor, float *y)
+{
+    LOAD(0) LOAD(1) LOAD(2) LOAD(3) LOAD(4) LOAD(5) LOAD(6) LOAD(7)
+    PAIR(0, 1) PAIR(2, 3) PAIR(4, 5) PAIR(6, 7)
+    PAIR(0, 2) PAIR(1, 3) PAIR(4, 6) PAIR(5, 7)
+    PAIR(0, 4) PAIR(1, 5) PAIR(2, 6) PAIR(3, 7)
+    STORE(0) STORE(1) STORE(2) STORE(3) STORE(4) STORE(5) STORE(6) STORE(7)
+}
+
+#undef PAIR
+#undef LOAD
+#undef STORE
+
+/* Butterflies of rows that eight vectors are too many for, in place. */
+static inline void short_butterflies(float *x, Py_ssize_t n)
 {
     Py_ssize_t half = 1;
     if (n >= LANES) {
@@ -87,25 +134,273 @@ static inline void butterflies(float *x, Py_ssize_t n)
             }
 }
 
-/* codes[i] = how many boundaries lie below x[i] * inverse. */
-static inline void count_boundaries(const float *x, Py_ssize_t n, float inverse,
-                                    const float *boundaries, int count, uint8_t *codes)
+/* y[i] = x[i] * factors[i]; y may be x. */
+static inline void multiply(const float *x, const float *factors, Py_ssize_t n, float *y)
 {
     Py_ssize_t i = 0;
+    for (; i + LANES <= n; i += LANES)
+        store(y + i, load(x + i) * load(factors + i));
+    for (; i < n; i++)
+        y[i] = x[i] * factors[i];
+}
+
+/* y = factor * S x, or factor * S D x with signs D, for Sylvester's matrix S of order n = 2^k;
+   y may be x. */
+static inline void butterflies(const float *x, const float *signs, Py_ssize_t n, float factor,
+                               float *y)
+{
+    if (n < HELD) {
+        if (signs)
+            multiply(x, signs, n, y);
+        else if (x != y)
+            memcpy(y, x, n * sizeof *y);
+        short_butterflies(y, n);
+        for (Py_ssize_t i = 0; i < n; i++)
+            y[i] *= factor;
+        return;
+    }
+    float last = n == HELD ? factor : 1.0f;
+    for (Py_ssize_t i = 0; i < n; i += HELD)
+        butterflies_held(x + i, signs ? signs + i : NULL, last, y + i);
+    for (Py_ssize_t half = HELD; half < n; half *= 2) {
+        last = 2 * half == n ? factor : 1.0f;
+        for (Py_ssize_t i = 0; i < n; i += 2 * half)
+            for (Py_ssize_t j = i; j < i + half; j += LANES) {
+                vfloat a = load(y + j), b = load(y + j + half);
+                store(y + j, (a + b) * last);
+                store(y + j + half, (a - b) * last);
+            }
+    }
+}
+
+/* Sums in 8 lanes of float64, which are PARTS vectors. What is added is exact in float64. */
+#define PARTS (16 / LANES)
+typedef float vhalf __attribute__((vector_size(2 * LANES)));
+typedef double vdouble __attribute__((vector_size(4 * LANES)));
+
+static inline vhalf load_half(const float *p) { vhalf v; memcpy(&v, p, sizeof v); return v; }
+static inline vdouble widen(vhalf v) { return __builtin_convertvector(v, vdouble); }
+
+static inline double sum_of_8(const double *lane)
+{
+    double a = lane[0] + lane[4], b = lane[1] + lane[5];
+    double c = lane[2] + lane[6], d = lane[3] + lane[7];
+    return (a + c) + (b + d);
+}
+
+/* The sum of a[i] * b[i]. */
+static inline double dot_8(const float *a, const float *b, Py_ssize_t n)
+{
+    vdouble part[PARTS] = {{0}};
+    double lane[8];
+    Py_ssize_t i = 0;
+    for (; i + 8 <= n; i += 8)
+        for (int j = 0; j < PARTS; j++) {
+            Py_ssize_t at = i + j * (LANES / 2);
+            part[j] = MULTIPLY_ADD_DOUBLE(widen(load_half(a + at)), widen(load_half(b + at)),
+                                          part[j]);
+        }
+    memcpy(lane, part, sizeof lane);
+    for (; i < n; i++)
+        lane[i % 8] += (double)a[i] * b[i];
+    return sum_of_8(lane);
+}
+
+/* shifted = x - center; tells whether that is not longer than x. */
+static inline int shift_row(const float *x, const float *center, Py_ssize_t n, float *shifted)
+{
+    Py_ssize_t i = 0;
+    for (; i + LANES <= n; i += LANES)
+        store(shifted + i, load(x + i) - load(center + i));
+    for (; i < n; i++)
+        shifted[i] = x[i] - center[i];
+    return dot_8(shifted, shifted, n) <= dot_8(x, x, n);
+}
+
+/* total[c] += x[t][c], token by token; four at a time go over the totals once. */
+static inline void add_tokens(const float *x, Py_ssize_t tokens, Py_ssize_t n, double *total)
+{
+    Py_ssize_t t = 0;
+    for (; t < tokens; t += tokens - t >= 4 ? 4 : 1) {
+        int many = tokens - t >= 4;
+        const float *row = x + t * n;
+        Py_ssize_t c = 0;
+        for (; many && c + LANES / 2 <= n; c += LANES / 2) {
+            vdouble sum;
+            memcpy(&sum, total + c, sizeof sum);
+            sum = sum + widen(load_half(row + c));
+            sum = sum + widen(load_half(row + n + c));
+            sum = sum + widen(load_half(row + 2 * n + c));
+            sum = sum + widen(load_half(row + 3 * n + c));
+            memcpy(total + c, &sum, sizeof sum);
+        }
+        for (; c < n; c++)
+            for (int j = 0; j < (many ? 4 : 1); j++)
+                total[c] += row[j * n + c];
+    }
+}
+
+/* The least and the largest of n >= 1 floats. */
+static inline void range_of(const float *x, Py_ssize_t n, float *low, float *high)
+{
+    float least = x[0], largest = x[0];
+    Py_ssize_t i = 0;
+    if (n >= LANES) {
+        vfloat a = load(x), b = a;
+        for (i = LANES; i + LANES <= n; i += LANES) {
+            vfloat v = load(x + i);
+            a = LEAST(a, v);
+            b = LARGEST(b, v);
+        }
+#if LANES >= 16
+        a = LEAST(a, PARTNERS(a, 8));
+        b = LARGEST(b, PARTNERS(b, 8));
+#endif
+#if LANES >= 8
+        a = LEAST(a, PARTNERS(a, 4));
+        b = LARGEST(b, PARTNERS(b, 4));
+#endif
+        a = LEAST(a, PARTNERS(a, 2));
+        b = LARGEST(b, PARTNERS(b, 2));
+        a = LEAST(a, PARTNERS(a, 1));
+        b = LARGEST(b, PARTNERS(b, 1));
+        least = a[0];
+        largest = b[0];
+    }
+    for (; i < n; i++) {
+        least = x[i] < least ? x[i] : least;
+        largest = x[i] > largest ? x[i] : largest;
+    }
+    *low = least;
+    *high = largest;
+}
+
+/* The nearest whole numbers to (x[i] - zero) * inverse within [low, high], plus offset. */
+static inline void round_codes(const float *x, Py_ssize_t n, float zero, float inverse, float low,
+                               float high, int offset, uint8_t *codes)
+{
+    const vfloat none = {0};
+    Py_ssize_t i = 0;
     for (; i + LANES <= n; i += LANES) {
-        vfloat y = load(x + i) * inverse;
-        vint total = {0};
-        for (int j = 0; j < count; j++)
-            total -= (vint)(y > boundaries[j]);
-        vbyte bytes = __builtin_convertvector(total, vbyte);
+        vfloat y = (load(x + i) - zero) * inverse;
+        y = (y + 12582912.0f) - 12582912.0f;
+        y = LARGEST(LEAST(y, none + high), none + low);
+        vbyte bytes = __builtin_convertvector(__builtin_convertvector(y, vint) + offset, vbyte);
         memcpy(codes + i, &bytes, LANES);
     }
     for (; i < n; i++) {
+        float y = round_even((x[i] - zero) * inverse);
+        y = y < high ? y : high;
+        y = y > low ? y : low;
+        codes[i] = (uint8_t)((int32_t)y + offset);
+    }
+}
+
+/* Boundaries of at most 16 cells for a search by halves: table[k] holds the 2^k boundaries that
+   the k-th question can be about, infinity where there are fewer. And the level of each cell. */
+typedef struct {
+    int count, depth;
+    float boundaries[16];
+    float table[4][16];
+    float levels[16];
+} Cells;
+
+static inline void make_cells(Cells *cells, const float *boundaries, int count,
+                              const int8_t *levels)
+{
+    memset(cells, 0, sizeof *cells);
+    cells->count = count;
+    while (1 << cells->depth <= count)
+        cells->depth++;
+    for (int i = 0; i < 16; i++)
+        cells->boundaries[i] = i < count ? boundaries[i] : INFINITY;
+    for (int k = 0; k < cells->depth; k++)
+        for (int i = 0; i < 1 << k; i++)
+            cells->table[k][i] = cells->boundaries[((2 * i + 1) << (cells->depth - 1 - k)) - 1];
+    for (int i = 0; i <= count; i++)
+        cells->levels[i] = levels[i];
+}
+
+#if defined(__AVX512F__)
+#define LOOK_UP_8(table, i) ((vfloat)_mm512_permutexvar_ps((__m512i)(i), load(table)))
+#define LOOK_UP_16 LOOK_UP_8
+#elif defined(__AVX2__)
+#define LOOK_UP_8(table, i) ((vfloat)_mm256_permutevar8x32_ps(load(table), (__m256i)(i)))
+#define LOOK_UP_16(table, i) ((vfloat)_mm256_blendv_ps( \
+    LOOK_UP_8(table, i), LOOK_UP_8((table) + 8, i), (__m256)((i) << 28)))
+#endif
+
+/* codes[i] = how many boundaries lie below x[i] * inverse; levels[i] = its level, unless NULL. */
+static inline void find_cells(const float *x, Py_ssize_t n, float inverse, const Cells *cells,
+                              uint8_t *codes, float *levels)
+{
+    Py_ssize_t i = 0;
+#if defined(LOOK_UP_8)
+    for (; i + LANES <= n; i += LANES) {
+        vfloat y = load(x + i) * inverse;
+        vint cell = {0};
+        for (int k = 0; k < cells->depth; k++)
+            cell = cell + cell - (vint)(y > LOOK_UP_8(cells->table[k], cell));
+        vbyte bytes = __builtin_convertvector(cell, vbyte);
+        memcpy(codes + i, &bytes, LANES);
+        if (levels)
+            store(levels + i, LOOK_UP_16(cells->levels, cell));
+    }
+#else
+    for (; i + LANES <= n; i += LANES) {
+        vfloat y = load(x + i) * inverse;
+        vint cell = {0};
+        for (int j = 0; j < cells->count; j++)
+            cell -= (vint)(y > cells->boundaries[j]);
+        for (int j = 0; j < LANES; j++) {
+            codes[i + j] = (uint8_t)cell[j];
+            if (levels)
+                levels[i + j] = cells->levels[cell[j]];
+        }
+    }
+#endif
+    for (; i < n; i++) {
         float y = x[i] * inverse;
-        int total = 0;
-        for (int j = 0; j < count; j++)
-            total += y > boundaries[j];
-        codes[i] = (uint8_t)total;
+        int cell = 0;
+        for (int j = 0; j < cells->count; j++)
+            cell += y > cells->boundaries[j];
+        codes[i] = (uint8_t)cell;
+        if (levels)
+            levels[i] = cells->levels[cell];
+    }
+}
+
+/* Whole units of 2 or 4 codes to a byte, and of 8 codes to 3 bytes. */
+static inline void pack_pairs(const uint8_t *restrict codes, Py_ssize_t units,
+                              uint8_t *restrict packed)
+{
+    for (Py_ssize_t i = 0; i < units; i++) {
+        uint16_t unit;
+        memcpy(&unit, codes + 2 * i, sizeof unit);
+        packed[i] = (uint8_t)(unit | unit >> 4);
+    }
+}
+
+static inline void pack_quads(const uint8_t *restrict codes, Py_ssize_t units,
+                              uint8_t *restrict packed)
+{
+    for (Py_ssize_t i = 0; i < units; i++) {
+        uint32_t unit;
+        memcpy(&unit, codes + 4 * i, sizeof unit);
+        packed[i] = (uint8_t)(unit | unit >> 6 | unit >> 12 | unit >> 18);
+    }
+}
+
+static inline void pack_octets(const uint8_t *restrict codes, Py_ssize_t units,
+                               uint8_t *restrict packed)
+{
+    for (Py_ssize_t i = 0; i < units; i++) {
+        uint64_t unit;
+        memcpy(&unit, codes + 8 * i, sizeof unit);
+        unit = (unit | unit >> 5) & 0x003F003F003F003F;
+        unit = (unit | unit >> 10) & 0x00000FFF00000FFF;
+        unit = unit | unit >> 20;
+        memcpy(packed + 3 * i, &unit, 3);
     }
 }
 

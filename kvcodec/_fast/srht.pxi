@@ -1,5 +1,5 @@
-# Randomized Hadamard rotation: the signs are applied to the row where it lies, before or after the
-# transform of fwht.pxi, in the same pass.
+# Randomized Hadamard rotation: the signs are multiplied in as the transform of fwht.pxi loads a row,
+# or, for the inverse, over its result while that is in the cache.
 
 def srht(x, signs, out):
     """Write H D x / sqrt(n) to out."""

@@ -1,20 +1,20 @@
 # Symmetric INTn. Two passes over a row that lies in the first-level cache: the largest magnitude by
-# integer comparison of the bits, then multiply, round by adding and subtracting 1.5 * 2^23, clip.
-# Threads take rows.
+# integer comparison of the bits, then multiply, round by adding and subtracting 1.5 * 2^23, clip
+# (simd.h). Codes are levels plus an offset. Threads take rows.
+
+cdef inline float symmetric_codes(const float *x, Py_ssize_t n, int bits, bint bfloat16,
+                                  int offset, uint8_t *codes) noexcept nogil:
+    """Write level + offset for one vector and return its scale."""
+    cdef float largest = (1 << (bits - 1)) - 1
+    cdef float scale = round_scale(largest_magnitude(x, n) / largest, bfloat16)
+    round_codes(x, n, 0, reciprocal(scale), -largest, largest, offset, codes)
+    return scale
+
 
 cdef inline float symmetric_row(const float *x, Py_ssize_t n, int bits, bint bfloat16,
                                 int8_t *levels) noexcept nogil:
     """Write the levels of one vector and return its scale."""
-    cdef float largest = (1 << (bits - 1)) - 1
-    cdef float scale = round_scale(largest_magnitude(x, n) / largest, bfloat16)
-    cdef float inverse = reciprocal(scale), y
-    cdef Py_ssize_t i
-    for i in range(n):
-        y = round_even(x[i] * inverse)
-        y = y if y < largest else largest
-        y = y if y > -largest else -largest
-        levels[i] = <int8_t> <int32_t> y
-    return scale
+    return symmetric_codes(x, n, bits, bfloat16, 0, <uint8_t *> levels)
 
 
 def quantize_symmetric(x, int bits, str scale_dtype):
