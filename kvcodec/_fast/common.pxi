@@ -46,7 +46,7 @@ cdef inline float round_scale(float scale, bint bfloat16) noexcept nogil:
         return 0
     if bfloat16:
         scale = bits_to_float((float_to_bits(scale) + 0xFFFFu) & 0xFFFF0000u)
-    return scale if scale > 1.1754944e-38 else <float>1.1754943508222875e-38
+    return scale if scale > <float>1.1754943508222875e-38 else <float>1.1754943508222875e-38
 
 
 cdef inline float round_down_to_bfloat16(float x) noexcept nogil:

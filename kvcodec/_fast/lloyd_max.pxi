@@ -34,13 +34,13 @@ cdef void make_book(Book *book, levels, boundaries, double step, str scale_rule)
 cdef inline float fitted_scale(const float *x, const float *y, Py_ssize_t n, double norm,
                                const Book *book) noexcept nogil:
     """The scale that a rule other than "norm" gives to the chosen levels y."""
-    cdef double projection = dot_8(x, y, n), energy = dot_8(y, y, n)
+    cdef double projection = dot_8(x, y, n)
     if not projection > 0:
         return 0
     if book.scale_rule == LEAST_SQUARES:
-        return <float> (projection / energy)
+        return <float> (projection / dot_8(y, y, n))
     if book.scale_rule == NORM_PRESERVING:
-        return <float> (norm / sqrt(energy))
+        return <float> (norm / sqrt(dot_8(y, y, n)))
     return <float> (norm * norm / projection)
 
 

@@ -24,7 +24,6 @@
 
 typedef float vfloat __attribute__((vector_size(4 * LANES)));
 typedef int32_t vint __attribute__((vector_size(4 * LANES)));
-typedef uint8_t vbyte __attribute__((vector_size(LANES)));
 
 static inline vfloat load(const float *p) { vfloat v; memcpy(&v, p, sizeof v); return v; }
 static inline void store(float *p, vfloat v) { memcpy(p, &v, sizeof v); }
@@ -179,7 +178,17 @@ typedef float vhalf __attribute__((vector_size(2 * LANES)));
 typedef double vdouble __attribute__((vector_size(4 * LANES)));
 
 static inline vhalf load_half(const float *p) { vhalf v; memcpy(&v, p, sizeof v); return v; }
-static inline vdouble widen(vhalf v) { return __builtin_convertvector(v, vdouble); }
+
+static inline vdouble widen(vhalf v)
+{
+#if defined(__AVX512F__)
+    return (vdouble)_mm512_cvtps_pd(v);  /* GCC 12 converts the halves apart */
+#elif defined(__AVX2__)
+    return (vdouble)_mm256_cvtps_pd(v);
+#else
+    return __builtin_convertvector(v, vdouble);
+#endif
+}
 
 static inline double sum_of_8(const double *lane)
 {
@@ -240,6 +249,21 @@ static inline void add_tokens(const float *x, Py_ssize_t tokens, Py_ssize_t n, d
     }
 }
 
+/* The low bytes of the lanes, in order. */
+static inline void store_bytes(uint8_t *p, vint v)
+{
+#if defined(__AVX512F__)
+    _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8((__m512i)v));
+#elif defined(__AVX2__)
+    __m256i low = (__m256i)(v & 255);
+    __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
+    _mm_storel_epi64((__m128i *)p, _mm_packus_epi16(words, words));
+#else
+    for (int j = 0; j < LANES; j++)
+        p[j] = (uint8_t)v[j];
+#endif
+}
+
 /* The least and the largest of n >= 1 floats. */
 static inline void range_of(const float *x, Py_ssize_t n, float *low, float *high)
 {
@@ -285,8 +309,7 @@ static inline void round_codes(const float *x, Py_ssize_t n, float zero, float i
         vfloat y = (load(x + i) - zero) * inverse;
         y = (y + 12582912.0f) - 12582912.0f;
         y = LARGEST(LEAST(y, none + high), none + low);
-        vbyte bytes = __builtin_convertvector(__builtin_convertvector(y, vint) + offset, vbyte);
-        memcpy(codes + i, &bytes, LANES);
+        store_bytes(codes + i, __builtin_convertvector(y, vint) + offset);
     }
     for (; i < n; i++) {
         float y = round_even((x[i] - zero) * inverse);
@@ -330,35 +353,42 @@ static inline void make_cells(Cells *cells, const float *boundaries, int count,
     LOOK_UP_8(table, i), LOOK_UP_8((table) + 8, i), (__m256)((i) << 28)))
 #endif
 
+/* How many boundaries lie below each y. */
+static inline vint search(vfloat y, const Cells *cells, int depth)
+{
+    vint cell = {0};
+#if defined(LOOK_UP_8)
+    for (int k = 0; k < depth; k++)
+        cell = cell + cell - (vint)(y > LOOK_UP_8(cells->table[k], cell));
+#else
+    for (int j = 0; j < (1 << depth) - 1; j++)
+        cell -= (vint)(y > cells->boundaries[j]);
+#endif
+    return cell;
+}
+
+static inline void store_levels(float *levels, vint cell, const Cells *cells)
+{
+#if defined(LOOK_UP_16)
+    store(levels, LOOK_UP_16(cells->levels, cell));
+#else
+    for (int j = 0; j < LANES; j++)
+        levels[j] = cells->levels[cell[j]];
+#endif
+}
+
 /* codes[i] = how many boundaries lie below x[i] * inverse; levels[i] = its level, unless NULL. */
-static inline void find_cells(const float *x, Py_ssize_t n, float inverse, const Cells *cells,
-                              uint8_t *codes, float *levels)
+static inline __attribute__((always_inline)) void find_cells_at(
+    const float *x, Py_ssize_t n, float inverse, const Cells *cells, int depth, uint8_t *codes,
+    float *levels)
 {
     Py_ssize_t i = 0;
-#if defined(LOOK_UP_8)
     for (; i + LANES <= n; i += LANES) {
-        vfloat y = load(x + i) * inverse;
-        vint cell = {0};
-        for (int k = 0; k < cells->depth; k++)
-            cell = cell + cell - (vint)(y > LOOK_UP_8(cells->table[k], cell));
-        vbyte bytes = __builtin_convertvector(cell, vbyte);
-        memcpy(codes + i, &bytes, LANES);
+        vint cell = search(load(x + i) * inverse, cells, depth);
+        store_bytes(codes + i, cell);
         if (levels)
-            store(levels + i, LOOK_UP_16(cells->levels, cell));
+            store_levels(levels + i, cell, cells);
     }
-#else
-    for (; i + LANES <= n; i += LANES) {
-        vfloat y = load(x + i) * inverse;
-        vint cell = {0};
-        for (int j = 0; j < cells->count; j++)
-            cell -= (vint)(y > cells->boundaries[j]);
-        for (int j = 0; j < LANES; j++) {
-            codes[i + j] = (uint8_t)cell[j];
-            if (levels)
-                levels[i + j] = cells->levels[cell[j]];
-        }
-    }
-#endif
     for (; i < n; i++) {
         float y = x[i] * inverse;
         int cell = 0;
@@ -368,6 +398,18 @@ static inline void find_cells(const float *x, Py_ssize_t n, float inverse, const
         if (levels)
             levels[i] = cells->levels[cell];
     }
+}
+
+/* A loop for each depth, so that the tables stay in registers. */
+static inline void find_cells(const float *x, Py_ssize_t n, float inverse, const Cells *cells,
+                              uint8_t *codes, float *levels)
+{
+    if (cells->depth == 4)
+        find_cells_at(x, n, inverse, cells, 4, codes, levels);
+    else if (cells->depth == 3)
+        find_cells_at(x, n, inverse, cells, 3, codes, levels);
+    else
+        find_cells_at(x, n, inverse, cells, cells->depth, codes, levels);
 }
 
 /* Whole units of 2 or 4 codes to a byte, and of 8 codes to 3 bytes. */
