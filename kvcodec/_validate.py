@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from kvcodec import _backend, reference
 from kvcodec.reference.fwht import PALEY_ORDERS, factor_order
 
 LARGEST_MAGNITUDE = 2.0**100
@@ -86,6 +87,14 @@ def as_array(x: object, name: str, kind: str = "floats") -> np.ndarray:
         raise TypeError(f"{name} must be an array of {kind}, but is no array: {error}.") from None
 
 
+def _largest_magnitude(array: np.ndarray) -> float:
+    """The largest magnitude, NaN if there is a NaN; the fast path takes one pass over the array."""
+    kernels = _backend.resolve()
+    if kernels is reference:
+        return max(float(array.max()), -float(array.min()))
+    return kernels.largest_magnitude_of(array)
+
+
 def float_array(x: object, name: str, ndim: int | None = None) -> np.ndarray:
     """A C-contiguous float32 array of finite values below 2^100 in magnitude.
 
@@ -102,7 +111,7 @@ def float_array(x: object, name: str, ndim: int | None = None) -> np.ndarray:
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         array = np.require(array, dtype=np.float32, requirements=["C", "A"])
     if array.size:
-        largest = max(float(array.max()), -float(array.min()))
+        largest = _largest_magnitude(array)
         if not largest < LARGEST_MAGNITUDE:
             given = "a NaN" if math.isnan(largest) else f"a magnitude of {largest:g}"
             raise ValueError(

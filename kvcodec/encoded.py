@@ -133,7 +133,9 @@ def layout_of(
     return layout
 
 
-def empty_encoded(codec: Codec, shape: tuple[int, int, int, int]) -> Encoded:
+def empty_encoded(
+    codec: Codec, shape: tuple[int, int, int, int], weights: np.ndarray | None = None
+) -> Encoded:
     """Arrays of the right shapes and types, not filled, for what decodes to `shape`."""
     arrays = {name: np.empty(*about) for name, about in layout_of(codec, shape).items()}
-    return Encoded(codec=codec, head_dim=shape[3], **arrays)
+    return Encoded(codec=codec, head_dim=shape[3], weights=weights, **arrays)

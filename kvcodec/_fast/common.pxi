@@ -1,7 +1,10 @@
 # What all chapters share: number formats, sums in a fixed order, and how many threads to start.
 
+from functools import lru_cache
+
 import numpy as np
 
+from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
 from cython.parallel cimport prange, threadid
 from libc.math cimport INFINITY, exp, fabsf, frexp, ldexp, log, signbit, sqrt
 from libc.stdint cimport INT64_MAX, int8_t, int16_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t
@@ -122,9 +125,12 @@ cdef Py_ssize_t rows_of(x):
 
 cdef const void *address(x):
     """Where the elements of a NumPy array are; NULL for None and for an empty array."""
+    cdef Py_buffer view
     if x is None or x.size == 0:
         return NULL
-    return <const void *> <size_t> x.ctypes.data
+    PyObject_GetBuffer(x, &view, PyBUF_SIMPLE)
+    PyBuffer_Release(&view)  # the caller keeps x, and with it the memory
+    return view.buf
 
 
 cdef inline char *take(char *base, Py_ssize_t *at, Py_ssize_t size) noexcept nogil:
@@ -138,3 +144,17 @@ cdef char *aligned(uint8_t[::1] scratch, Py_ssize_t thread_bytes, Py_ssize_t thr
     """The scratch of a thread, on a cache line."""
     cdef size_t base = (<size_t> &scratch[0] + 63) // 64 * 64
     return <char *> (base + thread * thread_bytes)
+
+
+def largest_magnitude_of(x):
+    """max |x_i| of a float32 array, NaN where it holds one: NaNs have the largest bits of all."""
+    cdef Py_ssize_t size = x.size, part = 16384, parts = (size + part - 1) // part, i
+    cdef const float *source = <const float *> address(x)
+    if parts <= 1:
+        return largest_magnitude(source, size)
+    cdef int threads = threads_for(size // 4)
+    cdef float[::1] largest = np.empty(parts, dtype=np.float32)
+    for i in prange(parts, nogil=True, num_threads=threads, schedule="static"):
+        largest[i] = largest_magnitude(source + i * part,
+                                       part if i < parts - 1 else size - i * part)
+    return largest_magnitude(&largest[0], parts)

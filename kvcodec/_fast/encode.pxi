@@ -3,9 +3,6 @@
 # groups along tokens wait until their tokens are rotated. Threads take blocks, which do not depend
 # on each other, so the bytes depend neither on threads nor on how many blocks there are.
 
-from dataclasses import replace
-from functools import lru_cache
-
 from kvcodec.encoded import empty_encoded
 
 cdef enum:
@@ -290,7 +287,7 @@ def encode(x, codec, weights):
     cdef Py_ssize_t units = (tokens + unit - 1) // unit
     cdef int threads = threads_for(x.size)
 
-    encoded = replace(empty_encoded(codec, x.shape), weights=weights)
+    encoded = empty_encoded(codec, x.shape, weights)
     keep = []
     cdef Side side = side_of(encoded, keep)
     cdef const float *source = <const float *> address(x)

@@ -30,6 +30,12 @@ cdef class RotationTables:
         self.rotation.signs = <const float *> address(signs)
 
 
+@lru_cache(maxsize=64)
+def plain_tables(n):
+    """The tables without signs, made once."""
+    return RotationTables(n, None)
+
+
 cdef inline void transform_row(const float *x, const float *signs, const Rotation *rotation,
                                float *scratch, float *y) noexcept nogil:
     """y = H x / sqrt(n), or H D x / sqrt(n) with signs D; y may be x, scratch holds n floats."""
@@ -60,7 +66,7 @@ cdef void transform_rows(x, out, signs, bint inverse):
     """Write D H x, H D x or H x to out, for rows of any number."""
     cdef Py_ssize_t n = x.shape[x.ndim - 1], rows = rows_of(x), row
     cdef int threads = threads_for(rows * n)
-    cdef RotationTables tables = RotationTables(n, signs)
+    cdef RotationTables tables = plain_tables(n) if signs is None else RotationTables(n, signs)
     cdef const Rotation *rotation = &tables.rotation
     cdef float[:, ::1] scratch = np.empty((threads, n), dtype=np.float32)
     cdef const float *source = <const float *> address(x)

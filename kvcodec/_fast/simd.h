@@ -218,12 +218,26 @@ static inline double dot_8(const float *a, const float *b, Py_ssize_t n)
 /* shifted = x - center; tells whether that is not longer than x. */
 static inline int shift_row(const float *x, const float *center, Py_ssize_t n, float *shifted)
 {
+    vdouble before[PARTS] = {{0}}, after[PARTS] = {{0}};
+    double lane[2][8];
     Py_ssize_t i = 0;
-    for (; i + LANES <= n; i += LANES)
-        store(shifted + i, load(x + i) - load(center + i));
-    for (; i < n; i++)
+    for (; i + 8 <= n; i += 8)
+        for (int j = 0; j < PARTS; j++) {
+            Py_ssize_t at = i + j * (LANES / 2);
+            vhalf whole = load_half(x + at), rest = whole - load_half(center + at);
+            vdouble a = widen(whole), b = widen(rest);
+            memcpy(shifted + at, &rest, sizeof rest);
+            before[j] = MULTIPLY_ADD_DOUBLE(a, a, before[j]);
+            after[j] = MULTIPLY_ADD_DOUBLE(b, b, after[j]);
+        }
+    memcpy(lane[0], before, sizeof lane[0]);
+    memcpy(lane[1], after, sizeof lane[1]);
+    for (; i < n; i++) {
         shifted[i] = x[i] - center[i];
-    return dot_8(shifted, shifted, n) <= dot_8(x, x, n);
+        lane[0][i % 8] += (double)x[i] * x[i];
+        lane[1][i % 8] += (double)shifted[i] * shifted[i];
+    }
+    return sum_of_8(lane[1]) <= sum_of_8(lane[0]);
 }
 
 /* total[c] += x[t][c], token by token; four at a time go over the totals once. */
