@@ -25,6 +25,7 @@ cdef extern from "simd.h" nogil:
     void multiply(const float *x, const float *factors, Py_ssize_t n, float *y)
     double dot_8(const float *a, const float *b, Py_ssize_t n)
     bint shift_row(const float *x, const float *center, Py_ssize_t n, float *shifted)
+    void fetch(const float *x, Py_ssize_t n)
     void add_tokens(const float *x, Py_ssize_t tokens, Py_ssize_t n, double *total)
     void range_of(const float *x, Py_ssize_t n, float *low, float *high)
     void round_codes(const float *x, Py_ssize_t n, float zero, float inverse, float low,

@@ -198,6 +198,8 @@ cdef inline void encode_tokens(const float *x, const Side *side, const float *we
     cdef const float *y
     cdef bint centered = False
     for t in range(index, index + tokens):
+        if plan.center:
+            fetch(x + (t - index + plan.block) * n, n)  # the next block, for its mean
         y = transformed_row(x + (t - index) * n, weights, plan, scratch, scratch.rows, &centered)
         if plan.code == ASYMMETRIC:
             asymmetric_channels(y, n, plan.bits, plan.group_size, plan.bfloat16, scale, zero,
