@@ -108,8 +108,9 @@ def float_array(x: object, name: str, ndim: int | None = None) -> np.ndarray:
         raise ValueError(f"{name} must have {ndim} dimensions, but has shape {array.shape}.")
     if ndim is None and array.ndim == 0:
         raise ValueError(f"{name} must have at least 1 dimension, but is a scalar.")
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        array = np.require(array, dtype=np.float32, requirements=["C", "A"])
+    if array.dtype != np.float32 or not array.flags.c_contiguous or not array.flags.aligned:
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            array = np.require(array, dtype=np.float32, requirements=["C", "A"])
     if array.size:
         largest = _largest_magnitude(array)
         if not largest < LARGEST_MAGNITUDE:

@@ -27,6 +27,8 @@ def _operands(
     if out is None:
         return x, np.empty_like(x)
     _validate.output_array(out, "out", x.shape)
+    if out is x:
+        return x, out
     same = x.ctypes.data == out.ctypes.data
     return x.copy() if not same and np.may_share_memory(x, out) else x, out
 

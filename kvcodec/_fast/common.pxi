@@ -147,15 +147,27 @@ cdef char *aligned(uint8_t[::1] scratch, Py_ssize_t thread_bytes, Py_ssize_t thr
     return <char *> (base + thread * thread_bytes)
 
 
+cdef float largest_from_the_end(const float *x, Py_ssize_t n) noexcept nogil:
+    """max |x_i|, read backwards: what follows finds the start of x in the cache."""
+    cdef Py_ssize_t part = 8192, i
+    cdef float largest[2]
+    largest[0] = 0
+    for i in range((n + part - 1) // part - 1, -1, -1):
+        largest[1] = largest_magnitude(x + i * part, part if (i + 1) * part < n else n - i * part)
+        largest[0] = largest_magnitude(largest, 2)
+    return largest[0]
+
+
 def largest_magnitude_of(x):
     """max |x_i| of a float32 array, NaN where it holds one: NaNs have the largest bits of all."""
-    cdef Py_ssize_t size = x.size, part = 16384, parts = (size + part - 1) // part, i
+    cdef Py_ssize_t size = x.size, share
     cdef const float *source = <const float *> address(x)
-    if parts <= 1:
-        return largest_magnitude(source, size)
-    cdef int threads = threads_for(size // 4)
-    cdef float[::1] largest = np.empty(parts, dtype=np.float32)
-    for i in prange(parts, nogil=True, num_threads=threads, schedule="static"):
-        largest[i] = largest_magnitude(source + i * part,
-                                       part if i < parts - 1 else size - i * part)
-    return largest_magnitude(&largest[0], parts)
+    cdef int threads = threads_for(size // 4), thread
+    if threads == 1:
+        return largest_from_the_end(source, size)
+    share = size // threads
+    cdef float[::1] largest = np.empty(threads, dtype=np.float32)
+    for thread in prange(threads, nogil=True, num_threads=threads, schedule="static"):
+        largest[thread] = largest_from_the_end(
+            source + thread * share, share if thread < threads - 1 else size - thread * share)
+    return largest_magnitude(&largest[0], threads)

@@ -135,12 +135,12 @@ cdef inline void unrotate_row(float *x, const Plan *plan, float *scratch) noexce
 
 
 cdef struct Scratch:
-    # Of one thread: a block of rows, a row of doubles, rows of floats, a block of codes.
-    float *rows
+    # Of one thread.
+    float *rows                # a block of rows for groups of tokens, else one
     double *total
     float *center              # the decoded mean of the block
     float *row                 # three rows
-    uint8_t *codes
+    uint8_t *codes             # of a block
 
 
 cdef inline const float *transformed_row(const float *x, const float *weights,
@@ -195,23 +195,25 @@ cdef inline void encode_tokens(const float *x, const Side *side, const float *we
     cdef Py_ssize_t n = plan.n, groups = plan.groups, t
     cdef float *scale = scratch.row
     cdef float *zero = scratch.row + n
+    cdef uint8_t *codes
     cdef const float *y
     cdef bint centered = False
     for t in range(index, index + tokens):
+        codes = scratch.codes + (t - index) * n
         if plan.center:
             fetch(x + (t - index + plan.block) * n, n)  # the next block, for its mean
         y = transformed_row(x + (t - index) * n, weights, plan, scratch, scratch.rows, &centered)
         if plan.code == ASYMMETRIC:
             asymmetric_channels(y, n, plan.bits, plan.group_size, plan.bfloat16, scale, zero,
-                                scratch.codes)
+                                codes)
             store_scales(side.scale, t * groups, scale, groups, plan.bfloat16)
             store_scales(side.zero_point, t * groups, zero, groups, plan.bfloat16)
         else:
-            scale[0] = code_row(y, plan, zero, scratch.codes)
+            scale[0] = code_row(y, plan, zero, codes)
             if plan.center and not centered:
                 scale[0] = -scale[0]
             store_scale(side.scale, t, scale[0], plan.bfloat16)
-        pack_row(scratch.codes, n, plan.width, packed + t * plan.row_bytes)
+    pack_rows(scratch.codes, tokens, n, plan.width, packed + index * plan.row_bytes)
 
 
 cdef inline void encode_groups(const float *x, const Side *side, const float *weights,
@@ -233,9 +235,8 @@ cdef inline void encode_groups(const float *x, const Side *side, const float *we
                           scratch.row + 2 * n, scratch.codes)
         store_scales(side.scale, (group + g) * n, scale, n, plan.bfloat16)
         store_scales(side.zero_point, (group + g) * n, zero, n, plan.bfloat16)
-        for t in range(members):
-            pack_row(scratch.codes + t * n, n, plan.width,
-                     packed + (index + first + t) * plan.row_bytes)
+        pack_rows(scratch.codes, members, n, plan.width,
+                  packed + (index + first) * plan.row_bytes)
 
 
 cdef Py_ssize_t carve_scratch(char *base, Scratch *scratch, const Plan *plan,
@@ -246,7 +247,7 @@ cdef Py_ssize_t carve_scratch(char *base, Scratch *scratch, const Plan *plan,
     scratch.total = <double *> take(base, &at, n * 8)
     scratch.center = <float *> take(base, &at, n * 4)
     scratch.row = <float *> take(base, &at, 3 * n * 4)
-    scratch.codes = <uint8_t *> take(base, &at, rows * n)
+    scratch.codes = <uint8_t *> take(base, &at, unit * n)
     return at
 
 

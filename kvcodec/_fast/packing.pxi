@@ -33,6 +33,16 @@ cdef inline void pack_row(const uint8_t *codes, Py_ssize_t n, int width,
                 packed[3 * whole + j] = unit >> 8 * j
 
 
+cdef inline void pack_rows(const uint8_t *codes, Py_ssize_t rows, Py_ssize_t n, int width,
+                           uint8_t *packed) noexcept nogil:
+    cdef Py_ssize_t row, row_bytes = (n * width + 7) // 8
+    if n % 8 == 0:  # rows end with a byte, so that together they are one long row
+        n = n * rows
+        rows = 1
+    for row in range(rows):
+        pack_row(codes + row * n, n, width, packed + row * row_bytes)
+
+
 cdef inline void unpack_row(const uint8_t *packed, Py_ssize_t n, int width, const int8_t *levels,
                             int8_t *out) noexcept nogil:
     """out[i] = levels[code i]; levels has 2^width entries."""
