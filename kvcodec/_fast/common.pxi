@@ -22,6 +22,8 @@ cdef extern from "simd.h" nogil:
     float exp_nonpositive(float x)
     float expm1_nonpositive(float x)
     void butterflies(const float *x, const float *signs, Py_ssize_t n, float factor, float *y)
+    void butterflies_of_rows(const float *x, const float *signs, Py_ssize_t rows, Py_ssize_t n,
+                             float factor, float *y)
     void multiply(const float *x, const float *factors, Py_ssize_t n, float *y)
     double dot_8(const float *a, const float *b, Py_ssize_t n)
     bint shift_row(const float *x, const float *center, Py_ssize_t n, float *shifted)

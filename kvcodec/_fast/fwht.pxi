@@ -62,22 +62,40 @@ cdef inline void transform_row(const float *x, const float *signs, const Rotatio
         y[j] = y[j] * rotation.factor
 
 
+cdef enum:
+    ROWS_AT_ONCE = 32
+
+
+cdef void transform_few(const float *x, const Rotation *rotation, bint inverse, Py_ssize_t rows,
+                        float *scratch, float *y) noexcept nogil:
+    """Write D H x, H D x or H x to y."""
+    cdef Py_ssize_t n = rotation.n, row
+    cdef const float *before = NULL if inverse else rotation.signs
+    if rotation.m == 1:
+        butterflies_of_rows(x, before, rows, n, rotation.factor, y)
+    else:
+        for row in range(rows):
+            transform_row(x + row * n, before, rotation, scratch, y + row * n)
+    if inverse and rotation.signs != NULL:
+        for row in range(rows):
+            multiply(y + row * n, rotation.signs, n, y + row * n)
+
+
 cdef void transform_rows(x, out, signs, bint inverse):
     """Write D H x, H D x or H x to out, for rows of any number."""
-    cdef Py_ssize_t n = x.shape[x.ndim - 1], rows = rows_of(x), row
+    cdef Py_ssize_t n = x.shape[x.ndim - 1], rows = rows_of(x), first
+    cdef Py_ssize_t task, tasks = (rows + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE
     cdef int threads = threads_for(rows * n)
     cdef RotationTables tables = plain_tables(n) if signs is None else RotationTables(n, signs)
     cdef const Rotation *rotation = &tables.rotation
     cdef float[:, ::1] scratch = np.empty((threads, n), dtype=np.float32)
     cdef const float *source = <const float *> address(x)
     cdef float *target = <float *> address(out)
-    cdef const float *before = NULL if inverse else tables.rotation.signs
-    cdef float *y
-    for row in prange(rows, nogil=True, num_threads=threads, schedule="static"):
-        y = target + row * n
-        transform_row(source + row * n, before, rotation, &scratch[threadid(), 0], y)
-        if rotation.signs != NULL and inverse:
-            multiply(y, rotation.signs, n, y)
+    for task in prange(tasks, nogil=True, num_threads=threads, schedule="static"):
+        first = task * ROWS_AT_ONCE
+        transform_few(source + first * n, rotation, inverse,
+                      ROWS_AT_ONCE if first + ROWS_AT_ONCE < rows else rows - first,
+                      &scratch[threadid(), 0], target + first * n)
 
 
 def fwht(x, out):

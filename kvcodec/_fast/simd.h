@@ -172,6 +172,18 @@ static inline void butterflies(const float *x, const float *signs, Py_ssize_t n,
     }
 }
 
+/* The same for many rows: no calls between those that fit the registers. */
+static inline void butterflies_of_rows(const float *x, const float *signs, Py_ssize_t rows,
+                                       Py_ssize_t n, float factor, float *y)
+{
+    if (n == HELD)
+        for (Py_ssize_t i = 0; i < rows * n; i += n)
+            butterflies_held(x + i, signs, factor, y + i);
+    else
+        for (Py_ssize_t i = 0; i < rows * n; i += n)
+            butterflies(x + i, signs, n, factor, y + i);
+}
+
 /* Sums in 8 lanes of float64, which are PARTS vectors. What is added is exact in float64. */
 #define PARTS (16 / LANES)
 typedef float vhalf __attribute__((vector_size(2 * LANES)));
