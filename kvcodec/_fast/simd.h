@@ -101,19 +101,30 @@ static inline vfloat butterflies_inside(vfloat v)
                 if (signs) v##i *= load(signs + i * LANES); \
                 v##i = butterflies_inside(v##i);
 #define STORE(i) store(y + i * LANES, v##i * factor);
+#define STORE_PAIR(i) { vfloat a = load(first + i * LANES); \
+                        store(first + i * LANES, (a + v##i) * factor); \
+                        store(y + i * LANES, (a - v##i) * factor); }
 
-static inline void butterflies_held(const float *x, const float *signs, float factor, float *y)
+/* With `first`, the finished eight vectors that lie before these, one more distance is done. */
+static inline void butterflies_held(const float *x, const float *signs, float factor, float *first,
+                                    float *y)
 {
     LOAD(0) LOAD(1) LOAD(2) LOAD(3) LOAD(4) LOAD(5) LOAD(6) LOAD(7)
     PAIR(0, 1) PAIR(2, 3) PAIR(4, 5) PAIR(6, 7)
     PAIR(0, 2) PAIR(1, 3) PAIR(4, 6) PAIR(5, 7)
     PAIR(0, 4) PAIR(1, 5) PAIR(2, 6) PAIR(3, 7)
-    STORE(0) STORE(1) STORE(2) STORE(3) STORE(4) STORE(5) STORE(6) STORE(7)
+    if (first) {
+        STORE_PAIR(0) STORE_PAIR(1) STORE_PAIR(2) STORE_PAIR(3)
+        STORE_PAIR(4) STORE_PAIR(5) STORE_PAIR(6) STORE_PAIR(7)
+    } else {
+        STORE(0) STORE(1) STORE(2) STORE(3) STORE(4) STORE(5) STORE(6) STORE(7)
+    }
 }
 
 #undef PAIR
 #undef LOAD
 #undef STORE
+#undef STORE_PAIR
 
 /* Butterflies of rows that eight vectors are too many for, in place. */
 static inline void short_butterflies(float *x, Py_ssize_t n)
@@ -158,10 +169,17 @@ static inline void butterflies(const float *x, const float *signs, Py_ssize_t n,
             y[i] *= factor;
         return;
     }
-    float last = n == HELD ? factor : 1.0f;
-    for (Py_ssize_t i = 0; i < n; i += HELD)
-        butterflies_held(x + i, signs ? signs + i : NULL, last, y + i);
-    for (Py_ssize_t half = HELD; half < n; half *= 2) {
+    if (n == HELD) {
+        butterflies_held(x, signs, factor, NULL, y);
+        return;
+    }
+    float last = n == 2 * HELD ? factor : 1.0f;
+    for (Py_ssize_t i = 0; i < n; i += 2 * HELD) {
+        const float *next = signs ? signs + i + HELD : NULL;
+        butterflies_held(x + i, signs ? signs + i : NULL, 1.0f, NULL, y + i);
+        butterflies_held(x + i + HELD, next, last, y + i, y + i + HELD);
+    }
+    for (Py_ssize_t half = 2 * HELD; half < n; half *= 2) {
         last = 2 * half == n ? factor : 1.0f;
         for (Py_ssize_t i = 0; i < n; i += 2 * half)
             for (Py_ssize_t j = i; j < i + half; j += LANES) {
@@ -178,7 +196,7 @@ static inline void butterflies_of_rows(const float *x, const float *signs, Py_ss
 {
     if (n == HELD)
         for (Py_ssize_t i = 0; i < rows * n; i += n)
-            butterflies_held(x + i, signs, factor, y + i);
+            butterflies_held(x + i, signs, factor, NULL, y + i);
     else
         for (Py_ssize_t i = 0; i < rows * n; i += n)
             butterflies(x + i, signs, n, factor, y + i);
