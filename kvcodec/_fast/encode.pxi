@@ -149,7 +149,8 @@ cdef inline const float *transformed_row(const float *x, const float *weights,
     """Center, weigh and rotate a token; returns it, in `out` if anything was to do."""
     if plan.center:
         centered[0] = shift_row(x, scratch.center, plan.n, out)
-        x = out if centered[0] else x
+        if centered[0]:
+            x = out
     if weights != NULL:
         multiply(x, weights, plan.n, out)
         x = out
@@ -256,7 +257,9 @@ cdef void encode_block(const float *x, const Side *side, uint8_t *packed, int8_t
                        Scratch scratch) noexcept nogil:
     cdef const Plan *plan = side.plan
     cdef Py_ssize_t n = plan.n, index = head * side.tokens + first, block
-    cdef const float *weights = NULL if side.weights == NULL else side.weights + head * n
+    cdef const float *weights = side.weights
+    if weights != NULL:
+        weights = weights + head * n
     x = x + index * n
     if plan.center:
         block = head * side.blocks + first // plan.block

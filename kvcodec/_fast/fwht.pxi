@@ -1,7 +1,8 @@
 # Fast Walsh-Hadamard transform. A row of 128 (64 without AVX-512) stays in eight vectors for all of
-# its butterflies, with one load and one store (simd.h); longer rows do the last distances in memory.
-# For m > 1 the small symmetric Paley matrix follows across the pieces, one piece after the other as
-# in the reference, so that every output is the same tree of float32 additions. Threads take rows.
+# its butterflies, with one load and one store (simd.h); longer rows go through the cache once for
+# each distance more than twice that. For m > 1 the small symmetric Paley matrix follows across the
+# pieces, one piece after the other as in the reference, so that every output is the same tree of
+# float32 additions. Threads take a few rows at a time.
 
 cdef struct Rotation:
     Py_ssize_t n
@@ -40,14 +41,15 @@ cdef inline void transform_row(const float *x, const float *signs, const Rotatio
                                float *scratch, float *y) noexcept nogil:
     """y = H x / sqrt(n), or H D x / sqrt(n) with signs D; y may be x, scratch holds n floats."""
     cdef Py_ssize_t m = rotation.m, power = rotation.power, out_piece, piece, j
-    cdef const float *piece_signs
+    cdef const float *piece_signs = NULL
     cdef float *total
     cdef float sign
     if m == 1:
         butterflies(x, signs, power, rotation.factor, y)
         return
     for piece in range(m):
-        piece_signs = NULL if signs == NULL else signs + piece * power
+        if signs != NULL:
+            piece_signs = signs + piece * power
         butterflies(x + piece * power, piece_signs, power, 1, scratch + piece * power)
     for out_piece in range(m):
         total = y + out_piece * power
@@ -70,7 +72,9 @@ cdef void transform_few(const float *x, const Rotation *rotation, bint inverse, 
                         float *scratch, float *y) noexcept nogil:
     """Write D H x, H D x or H x to y."""
     cdef Py_ssize_t n = rotation.n, row
-    cdef const float *before = NULL if inverse else rotation.signs
+    cdef const float *before = rotation.signs
+    if inverse:
+        before = NULL
     if rotation.m == 1:
         butterflies_of_rows(x, before, rows, n, rotation.factor, y)
     else:

@@ -41,11 +41,16 @@ static inline void store(float *p, vfloat v) { memcpy(p, &v, sizeof v); }
 #define MULTIPLY_ADD(a, b, c) ((vfloat)_mm256_fmadd_ps(a, b, c))
 #define MULTIPLY_ADD_DOUBLE(a, b, c) ((vdouble)_mm256_fmadd_pd(a, b, c))
 #else
+#if LANES == 4 && defined(__SSE2__)
+#define LEAST(a, b) ((vfloat)_mm_min_ps(a, b))
+#define LARGEST(a, b) ((vfloat)_mm_max_ps(a, b))
+#else
 #define LEAST(a, b) choose((a) < (b), a, b)
 #define LARGEST(a, b) choose((a) > (b), a, b)
+#endif
 #define MULTIPLY_ADD(a, b, c) ((a) * (b) + (c))
 #define MULTIPLY_ADD_DOUBLE(a, b, c) ((a) * (b) + (c))
-static inline vfloat choose(vint mask, vfloat a, vfloat b)
+static inline __attribute__((unused)) vfloat choose(vint mask, vfloat a, vfloat b)
 {
     return (vfloat)((mask & (vint)a) | (~mask & (vint)b));
 }
@@ -309,6 +314,10 @@ static inline void store_bytes(uint8_t *p, vint v)
     __m256i low = (__m256i)(v & 255);
     __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
     _mm_storel_epi64((__m128i *)p, _mm_packus_epi16(words, words));
+#elif LANES == 4 && defined(__SSE2__)
+    __m128i words = _mm_packs_epi32((__m128i)(v & 255), (__m128i)(v & 255));
+    int32_t bytes = _mm_cvtsi128_si32(_mm_packus_epi16(words, words));
+    memcpy(p, &bytes, sizeof bytes);
 #else
     for (int j = 0; j < LANES; j++)
         p[j] = (uint8_t)v[j];

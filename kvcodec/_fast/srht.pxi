@@ -1,5 +1,5 @@
-# Randomized Hadamard rotation: the signs are multiplied in as the transform of fwht.pxi loads a row,
-# or, for the inverse, over its result while that is in the cache.
+# Randomized Hadamard rotation: the signs are multiplied in while the transform of fwht.pxi loads a
+# row or, for the inverse, over its result while that is in the cache.
 
 def srht(x, signs, out):
     """Write H D x / sqrt(n) to out."""
