@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcodec.codec import Codec
-from kvcodec.encoded import ARRAYS, Encoded, empty_encoded
+from kvcodec.encoded import Encoded, layout_of
+from kvcodec.reference import tiles
+from kvcodec.reference.packing import stored_bits
+from kvcodec.reference.tiles import TILE
 
-TILE = 64
-PAGE_UNITS = 4
+PAGE_UNITS = 8
 STORED_AS = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(np.uint16)}
 
 
 class Blocks:
     """Keys or values of one sequence and layer, packed (or exact, without a codec).
 
-    Tokens lie in units of 64 slots, or of one block where blocks are larger. A page is an `Encoded`
-    (or an exact array) whose batch axis counts 4 units, allocated as they fill. A unit is written
-    once and never moved. Copies share pages; a shared page is copied before it is written to.
-    Tokens have ascending numbers: unit u holds the tokens first[u] to first[u] + count[u] - 1, and
-    may be short where a sequence was cropped.
+    Tokens lie in units of 64 slots, or of one block where blocks are larger. A page has room for 8
+    units and is allocated when the first of them is: the arrays of an `Encoded` (or one "exact"
+    array) whose batch axis counts units, but for the codes, which lie in tiles (see
+    reference/tiles.py): "packed" has shape (units, heads, tiles of a unit, tile_bytes). A token is
+    written once and never moved. Copies share pages; a shared page is copied before it is written
+    to. Tokens have ascending numbers: unit u holds the tokens first[u] to first[u] + count[u] - 1,
+    and may be short where a sequence was cropped.
     """
 
     def __init__(
@@ -42,7 +45,7 @@ class Blocks:
         self.block = block
         self.unit = max(TILE, block)
         self.weights: NDArray[np.float32] | None = None
-        self.pages: list[Any] = []
+        self.pages: list[dict[str, NDArray[Any]]] = []
         self.shared: list[bool] = []
         self.units = 0
         self.first = np.zeros(PAGE_UNITS, dtype=np.int64)
@@ -68,15 +71,15 @@ class Blocks:
 
     def buffers(self) -> list[Any]:
         """All pages and arrays that take memory, room that is not filled yet included."""
-        return [self.first, self.count, *self.pages]
+        return [self.first, self.count, *(x for page in self.pages for x in page.values())]
 
-    def append(self, x: Encoded | NDArray[Any], number: int) -> None:
+    def append(self, x: Encoded | NDArray[Any], number: int, kernels: Any) -> None:
         """Add whole blocks of encoded (or exact) tokens of batch 1, the first of this number."""
         done, total = 0, x.shape[2]
         while done < total:
             slot = self._open_slot(number + done)
             size = min(self.unit - slot, total - done)
-            self._write(x, done, slot, size)
+            self._write(x, done, slot, size, kernels)
             self.count[self.units - 1] += size
             done += size
 
@@ -100,39 +103,46 @@ class Blocks:
         self.count[self.units] = 0
         self.units += 1
 
-    def append_unit(self, x: Encoded | NDArray[Any], number: int) -> None:
+    def append_unit(self, x: Encoded | NDArray[Any], number: int, kernels: Any) -> None:
         """Add a unit as it was in another Blocks, short or not."""
         self._add_unit(number)
-        self._write(x, 0, 0, x.shape[2])
+        self._write(x, 0, 0, x.shape[2], kernels)
         self.count[self.units - 1] = x.shape[2]
 
     def _add_page(self) -> None:
-        shape = (PAGE_UNITS, self.heads, self.unit, self.head_dim)
+        shape = (self.heads, PAGE_UNITS, self.unit, self.head_dim)
         if self.codec is None:
-            page: Any = np.zeros(shape, dtype=STORED_AS[self.exact_dtype])
+            layout: dict[str, Any] = {"exact": (shape, STORED_AS[self.exact_dtype])}
         else:
-            page = empty_encoded(self.codec, shape)
-        self.pages.append(page)
+            size = tiles.tile_bytes(self.head_dim, self.width, self.codec.side)
+            packed = (self.heads, PAGE_UNITS, self.unit // TILE, size)
+            layout = layout_of(self.codec, shape) | {"packed": (packed, np.uint8)}
+        self.pages.append({name: np.zeros(*about) for name, about in layout.items()})
         self.shared.append(False)
         self.tables.clear()
 
-    def _write(self, x: Any, done: int, slot: int, size: int) -> None:
+    def _write(self, x: Any, done: int, slot: int, size: int, kernels: Any) -> None:
         """Put tokens done .. done + size - 1 of x into the last unit from this slot on."""
         at, index = divmod(self.units - 1, PAGE_UNITS)
         if self.shared[at]:
-            self.pages[at] = _copied(self.pages[at])
+            self.pages[at] = {name: array.copy() for name, array in self.pages[at].items()}
             self.shared[at] = False
             self.tables.clear()
         page = self.pages[at]
-        if self.codec is None:
-            page[index, :, slot : slot + size] = x[0, :, done : done + size]
-            return
         for name, step in self.steps().items():
-            target, source = getattr(page, name), getattr(x, name)
-            members = -(-size // step)
-            target[index, :, slot // step : slot // step + members] = source[
-                0, :, done // step : done // step + members
-            ]
+            source = x if name == "exact" else getattr(x, name)
+            new = source[0, :, done // step : -(-(done + size) // step)]
+            if name == "packed":
+                kernels.write_tiles(
+                    page[name][:, index], slot, new, self.head_dim, self.width, self.codec.side
+                )
+            else:
+                page[name][:, index, slot // step : slot // step + new.shape[1]] = new
+
+    @property
+    def width(self) -> int:
+        """Bits that a code takes."""
+        return stored_bits(self.codec.bits, self.codec.layout) if self.codec else 0
 
     def steps(self) -> dict[str, int]:
         """Tokens that one entry of the third axis of each array stands for."""
@@ -147,23 +157,44 @@ class Blocks:
             steps |= {"center_levels": codec.block, "center_scale": codec.block}
         return steps
 
-    def unit_at(self, index: int) -> Any:
-        """One unit as an `Encoded` or exact array of batch 1."""
+    def unit_at(self, index: int, kernels: Any = tiles) -> Any:
+        """One unit as a canonical `Encoded` or exact array of batch 1."""
         at, inside = divmod(index, PAGE_UNITS)
         page, size = self.pages[at], int(self.count[index])
         if self.codec is None:
-            return page[inside : inside + 1, :, :size]
+            return np.ascontiguousarray(page["exact"][:, inside, :size])[None]
         arrays = {
-            name: getattr(page, name)[inside : inside + 1, :, : -(-size // step)]
+            name: page[name][None, :, inside, : -(-size // step)]
             for name, step in self.steps().items()
+            if name != "packed"
         }
-        return replace(page, codec=self.codec, **arrays, weights=self.weights)
+        packed = kernels.read_tiles(
+            page["packed"][:, inside], size, self.head_dim, self.width, self.codec.side
+        )
+        return Encoded(
+            self.codec, self.head_dim, packed=packed[None], **arrays, weights=self.weights
+        )
 
-    def __iter__(self) -> Iterator[tuple[int, Any]]:
+    def unpacked(self, kernels: Any = tiles) -> Iterator[tuple[int, Any]]:
         """Each unit that holds tokens, with the number of its first token."""
         for index in range(self.units):
             if self.count[index]:
-                yield int(self.first[index]), self.unit_at(index)
+                yield int(self.first[index]), self.unit_at(index, kernels)
+
+    __iter__ = unpacked
+
+    def joined(self, name: str, kernels: Any = tiles) -> NDArray[Any]:
+        """One array of all units, canonical, one after the other along the third axis."""
+        pieces = []
+        for index in range(self.units):
+            at, inside = divmod(index, PAGE_UNITS)
+            tokens = int(self.count[index])
+            unit = self.pages[at][name][:, inside]
+            if name == "packed":
+                codec: Any = self.codec
+                unit = kernels.read_tiles(unit, tokens, self.head_dim, self.width, codec.side)
+            pieces.append(unit[:, : -(-tokens // self.steps()[name])])
+        return np.concatenate(pieces, axis=1)[None]
 
     def truncate(self, number: int) -> None:
         """Forget the tokens from this number on; a unit may become short."""
@@ -231,10 +262,3 @@ class Blocks:
         copied._fill_reserve()
         self.shared[:used] = [True] * used
         return copied
-
-
-def _copied(page: Any) -> Any:
-    if isinstance(page, np.ndarray):
-        return page.copy()
-    arrays = {name: getattr(page, name) for name in ARRAYS}
-    return replace(page, **{name: x.copy() for name, x in arrays.items() if x is not None})

@@ -145,7 +145,7 @@ class KVCache:
             "rollback": _validate.token_count(rollback, "rollback"),
             "window": None if window is None else _validate.token_count(window, "window", 1),
         }
-        exact["reserve"] = _reserve(self._max_tokens, **exact)
+        exact["reserve"] = reserved_tokens(self._max_tokens, **exact)
         exact["exact_dtype"] = _validate.choice(exact_dtype, "exact_dtype", tuple(STORED_AS))
         batch = _validate.integer(batch, "batch", 1)
         keys = _codecs(key, "key", num_layers, block, dims)
@@ -973,7 +973,7 @@ def _settled(choice: CodecChoice, side: str, block: int, dim: int) -> Codec | No
     return settled
 
 
-def _reserve(
+def reserved_tokens(
     max_tokens: int | None,
     sinks: int,
     recent: int,

@@ -236,8 +236,8 @@ class Sequence:
             )
         )
         self.keys.codec, self.keys.weights = codec, weights
-        self.keys.append(keys, self.packed_end)
-        self.values.append(values, self.packed_end)
+        self.keys.append(keys, self.packed_end, kernels)
+        self.values.append(values, self.packed_end, kernels)
         self.packed_end += tokens
 
     def _weights(self, k: Floats, codec: Codec, kernels: ModuleType) -> Floats | None:
@@ -385,7 +385,7 @@ class Sequence:
         """Keys or values as the next query would see them, float32 (kv_heads, tokens, dim)."""
         blocks: Any = self.keys if side == "key" else self.values
         parts = [load(getattr(self.sinks, side[0])[:, :, : self.sinks.end])]
-        for number, unit in blocks:
+        for number, unit in blocks.unpacked(kernels):
             x = load(unit) if blocks.codec is None else kernels.decode(unit)
             parts.append(x[:, :, max(self.visible_from - number, 0) :])
         exact_from = max(self.packed_end, self.visible_from)

@@ -1,6 +1,8 @@
-"""Saving and loading a KVCache: safetensors with checksums, every array checked.
+"""Saving and loading a KVCache: safetensors with checksums, every number and array checked.
 
-The format is specified in docs/file-format.md.
+The format is specified in docs/file-format.md. A file is loaded in three steps: read it, check all
+of its header and of its arrays, and build the cache; nothing is allocated by the word of a header
+that was not checked.
 """
 
 from __future__ import annotations
@@ -10,7 +12,9 @@ import os
 import secrets
 import shutil
 import zlib
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,31 +23,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcodec import _backend
-from kvcodec._validate import LARGEST_MAGNITUDE, MOST_TOKENS
 from kvcodec._version import __version__
 from kvcodec.blocks import Blocks
 from kvcodec.cache import KVCache
-from kvcodec.codec import LARGEST_WEIGHT, LEAST_WEIGHT, Codec
-from kvcodec.encoded import ARRAYS, Encoded, layout_of
-from kvcodec.reference._numbers import load as load_scales
+from kvcodec.encoded import Encoded
+from kvcodec.reference._numbers import load as load_floats
 from kvcodec.sequence import Layer, Sequence, Tail
-
-FORMAT = "kvcodec.KVCache"
-FORMAT_VERSION = 1
-NUMBERS = ("end", "packed_end", "evicted", "released")
-OPTIONS = ("query_bits", "probability_bits", "max_tokens")
-LARGEST_SCALE = 2.0**116
-DAMAGE = (
-    ValueError,
-    KeyError,
-    TypeError,
-    IndexError,
-    AttributeError,
-    OverflowError,
-    MemoryError,
-    RecursionError,
+from kvcodec.storage_checks import (
+    FORMAT,
+    FORMAT_VERSION,
+    NUMBERS,
+    OPTIONS,
+    SHARED,
+    Arrays,
+    Plan,
+    Refused,
+    Row,
+    check_arrays,
+    header_of,
+    plan_of,
+    require,
 )
-Arrays = dict[str, NDArray[Any]]
+
+# Names of types in the order that the library's writer gives to their arrays.
+DTYPES = {"F64": np.float64, "F32": np.float32, "U16": np.uint16, "I8": np.int8, "U8": np.uint8}
+
+Makers = dict[str, Callable[[], NDArray[Any]]]
 
 
 def _safetensors() -> ModuleType:
@@ -57,14 +62,35 @@ def _safetensors() -> ModuleType:
     return library
 
 
+def _as_path(path: str | os.PathLike[str]) -> Path:
+    try:
+        return Path(path)
+    except TypeError:
+        raise TypeError(f"path must be a string or a path, but {path!r} was given.") from None
+
+
+def _bytes(array: NDArray[Any]) -> memoryview:
+    """The bytes of an array as they are in the file, without a copy where that is possible."""
+    little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
+    return little.reshape(-1).view(np.uint8).data
+
+
+# Saving
+
+
 def save(cache: KVCache, path: str | os.PathLike[str]) -> None:
     """Write a cache to a new file beside `path`, then put it in its place."""
     library = _safetensors()
-    arrays: Arrays = {}
+    place = _replaceable(path)
+    kernels = _backend.resolve(cache._backend)
+    # Made one at a time, once for its checksum and once to be written: all together they would
+    # take the memory of the cache again.
+    makers: Makers = {}
     sequences = [
-        [_describe(row, f"{layer}.{index}", arrays) for index, row in enumerate(rows)]
+        [_describe(row, f"{layer}.{index}", makers, kernels) for index, row in enumerate(rows)]
         for layer, rows in enumerate(cache._sequences)
     ]
+    about = {name: _about(make()) for name, make in makers.items()}
     header = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
@@ -72,302 +98,224 @@ def save(cache: KVCache, path: str | os.PathLike[str]) -> None:
         "options": {name: getattr(cache, f"_{name}") for name in OPTIONS},
         "layers": [_layer_config(layer) for layer in cache._layers],
         "sequences": sequences,
-        "checksums": {name: zlib.crc32(array.tobytes()) for name, array in arrays.items()},
+        "checksums": {name: checksum for name, (_, _, _, checksum) in about.items()},
     }
-    text = json.dumps(header, sort_keys=True)
-    # One entry, since the library writes several in an order that differs from run to run.
-    metadata = {"kvcodec": f"{zlib.crc32(text.encode()):08x} {text}"}
-    data = library.save(arrays, metadata=metadata)
+    types = list(DTYPES)
+    order = sorted(about, key=lambda name: (types.index(about[name][0]), name))
+    table: dict[str, Any] = {"__metadata__": {"kvcodec": _sealed(header)}}
+    start = 0
+    for name in order:
+        dtype, shape, size, _ = about[name]
+        table[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, start + size]}
+        start += size
+    try:
+        _write(place, table, (makers[name] for name in order), library)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        # The name of the temporary file would say nothing to the caller.
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from None
 
-    path = Path(path).resolve()
-    if path.exists() and not path.is_file():
+
+def _replaceable(path: str | os.PathLike[str]) -> Path:
+    """Where to write, checked before any work."""
+    place = _as_path(path).resolve()
+    if place.exists() and not place.is_file():
         raise OSError(f"path must be a file that can be replaced, but {path} is none.")
-    temporary = path.with_name(f".{secrets.token_hex(8)}.unfinished")
+    if not place.parent.is_dir():
+        raise FileNotFoundError(
+            f"path must be in a folder that exists, but that of {path} does not."
+        )
+    return place
+
+
+def _about(array: NDArray[Any]) -> tuple[str, tuple[int, ...], int, int]:
+    """Type, shape, size and checksum."""
+    dtype = next(name for name, dtype in DTYPES.items() if dtype == array.dtype)
+    return dtype, array.shape, array.nbytes, zlib.crc32(_bytes(array))
+
+
+def _sealed(header: dict[str, Any]) -> str:
+    """The header as JSON behind its checksum."""
+    text = json.dumps(header, sort_keys=True)
+    return f"{zlib.crc32(text.encode()):08x} {text}"
+
+
+def _write(
+    place: Path,
+    table: dict[str, Any],
+    makers: Iterable[Callable[[], NDArray[Any]]],
+    library: ModuleType,
+) -> None:
+    """Write a safetensors file as a whole or not at all."""
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    temporary = place.with_name(f".{secrets.token_hex(8)}.unfinished")
     try:
         with open(temporary, "xb") as file:
-            file.write(data)
+            file.write(len(text).to_bytes(8, "little") + text)
+            for make in makers:
+                file.write(_bytes(make()))
             file.flush()
             os.fsync(file.fileno())
-        if path.exists():
-            shutil.copymode(path, temporary)
-        os.replace(temporary, path)
+        with library.safe_open(temporary, "np"):
+            pass  # nothing is replaced by what the library does not open
+        if place.exists():
+            shutil.copymode(place, temporary)
+        os.replace(temporary, place)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
 
 
-def load(path: str | os.PathLike[str], backend: str | None) -> KVCache:
-    """Read what `save` wrote, or raise."""
-    library = _safetensors()
-    _backend.active_backend(backend)
-    data = Path(path).read_bytes()
-    try:
-        header = _header(data)
-        arrays = library.load(data)
-    except ValueError:
-        raise
-    except Exception as error:
-        raise ValueError(f"path must be a complete safetensors file, but: {error}.") from None
-    sums = header.get("checksums")
-    listed = isinstance(sums, dict) and set(sums) == set(arrays)
-    _require(listed, "its list of arrays does not fit")
-    for name, array in arrays.items():
-        fits = zlib.crc32(array.tobytes()) == sums[name]
-        _require(fits, f"the array {name} is damaged")
-    try:
-        return _build(header, arrays, backend)
-    except DAMAGE as error:
-        if str(error).startswith("path must be"):
-            raise
-        reason = str(error) if isinstance(error, ValueError) else repr(error)
-        raise ValueError(f"path must be a complete cache file, but: {reason}") from None
-
-
-def _require(condition: bool, problem: str) -> None:
-    if not condition:
-        raise ValueError(f"path must be an undamaged cache file, but {problem}.")
-
-
-def _header(data: bytes) -> dict[str, Any]:
-    """The JSON header of a file, its checksum and its version checked."""
-    size = int.from_bytes(data[:8], "little")
-    _require(len(data) >= 8 and size <= len(data) - 8, "it is truncated or no safetensors file")
-    try:
-        metadata = json.loads(data[8 : 8 + size]).get("__metadata__", {})
-        checksum, text = metadata["kvcodec"].split(" ", 1)
-    except (ValueError, KeyError, AttributeError, TypeError):
-        raise ValueError(
-            f"path must be a file written by KVCache.save, but {data[:16]!r}... has no such header."
-        ) from None
-    _require(f"{zlib.crc32(text.encode()):08x}" == checksum, "its header is damaged")
-    try:
-        header: Any = json.loads(text)
-    except ValueError:
-        header = None
-    _require(isinstance(header, dict), "its header is no JSON object")
-    version = header.get("format_version")
-    if header.get("format") != FORMAT or type(version) is not int or version != FORMAT_VERSION:
-        raise ValueError(
-            f"path must be a {FORMAT} file of format version {FORMAT_VERSION}, but is a "
-            f"{header.get('format')} file of version {header.get('format_version')}."
-        )
-    return header
-
-
 def _layer_config(layer: Layer) -> dict[str, Any]:
-    config = dict(layer.__dict__)
+    config = {name: x for name, x in layer.__dict__.items() if name != "reserve"}
     for side in ("key", "value"):
         config[side] = None if config[side] is None else config[side].to_config()
     return config
 
 
-def _describe(row: Sequence, prefix: str, arrays: Arrays) -> dict[str, Any]:
-    """Put the arrays of a sequence into `arrays`; returns its numbers."""
+def _describe(row: Sequence, prefix: str, makers: Makers, kernels: ModuleType) -> dict[str, Any]:
+    """Put what makes the arrays of a sequence into `makers`; returns its numbers."""
     for part in ("sinks", "tail"):
-        tail: Tail = getattr(row, part)
-        for side, x in zip("kv", tail.take(tail.first, tail.end), strict=True):
-            arrays[f"{prefix}.{part}.{side}"] = np.ascontiguousarray(x)
+        for index, side in enumerate("kv"):
+            makers[f"{prefix}.{part}.{side}"] = partial(_exact, getattr(row, part), index)
     for side in ("keys", "values"):
-        for name, array in _canonical(getattr(row, side)).items():
-            arrays[f"{prefix}.{side}.{name}"] = array
-    if row.keys.weights is not None:
-        arrays[f"{prefix}.keys.weights"] = row.keys.weights
+        blocks = getattr(row, side)
+        for name in blocks.steps() if blocks.units else ():
+            makers[f"{prefix}.{side}.{name}"] = partial(blocks.joined, name, kernels)
+    weights = row.keys.weights
+    if weights is not None:
+        makers[f"{prefix}.keys.weights"] = lambda: weights
     if row.energy:
-        shape = (row.layer.kv_heads, row.layer.key_dim)
-        missing = np.full(shape, np.nan)
-        arrays[f"{prefix}.energy"] = np.stack([missing if x is None else x for x in row.energy])
+        makers[f"{prefix}.energy"] = partial(_energy, row)
     units = row.keys.units
     return {
         **{name: getattr(row, name) for name in NUMBERS},
         "tail_first": row.tail.first,
-        "equalized": row.keys.weights is not None,
+        "equalized": weights is not None,
         "unit_first": row.keys.first[:units].tolist(),
         "unit_count": row.keys.count[:units].tolist(),
     }
 
 
-def _canonical(blocks: Blocks) -> Arrays:
-    """All units, token-major, one after the other along the third axis."""
-    units = [unit for _, unit in blocks]
-    if not units:
-        return {}
-    if blocks.codec is None:
-        return {"exact": np.concatenate(units, axis=2)}
-    return {
-        name: np.concatenate([getattr(unit, name) for unit in units], axis=2)
-        for name in ARRAYS
-        if name != "weights" and getattr(units[0], name) is not None
-    }
+def _exact(tail: Tail, index: int) -> NDArray[Any]:
+    """The keys (index 0) or values (1) of exact tokens."""
+    return tail.take(tail.first, tail.end)[index]
 
 
-def _build(header: dict[str, Any], arrays: Arrays, backend: str | None) -> KVCache:
-    configs = header["layers"]
-    for config in configs:
-        for side in ("key", "value"):
-            config[side] = None if config[side] is None else Codec.from_config(config[side])
-    first, batch = configs[0], len(header["sequences"][0])
-    options = header["options"]
+def _energy(row: Sequence) -> NDArray[np.float64]:
+    missing = np.full((row.layer.kv_heads, row.layer.key_dim), np.nan)
+    return np.stack([missing if x is None else x for x in row.energy])
+
+
+# Loading: read
+
+
+def load(path: str | os.PathLike[str], backend: str | None) -> KVCache:
+    """Read what `save` wrote, or raise."""
+    library = _safetensors()
+    kernels = _backend.resolve(backend)
+    place = _readable(path)
+    try:
+        header, arrays = _read(place, library)
+        plan = plan_of(header)
+        check_arrays(plan, arrays, kernels)
+    except Refused as refusal:
+        raise ValueError(str(refusal)) from None
+    return _build(plan, arrays, backend, kernels)
+
+
+def _readable(path: str | os.PathLike[str]) -> Path:
+    """A file that can be opened."""
+    place = _as_path(path)
+    if place.exists() and not place.is_file():
+        raise OSError(f"path must be a file, but {path} is none.")
+    with open(place, "rb"):  # the system says best why it cannot be opened
+        return place
+
+
+def _read(place: Path, library: ModuleType) -> tuple[dict[str, Any], Arrays]:
+    """The header and the arrays of a file, their checksums checked."""
+    try:
+        with library.safe_open(place, "np") as file:
+            header = header_of(file.metadata())
+            names = list(file.keys())
+            listed = isinstance(header["checksums"], dict) and set(header["checksums"]) == {*names}
+            require(listed, "its list of arrays does not fit")
+            arrays = {name: file.get_tensor(name) for name in names}
+    except (Refused, OSError, MemoryError):
+        raise
+    except Exception as error:  # for what it cannot read the library raises errors of many kinds
+        raise Refused(f"reading it failed: {error}", "a complete safetensors file") from None
+    for name, array in arrays.items():
+        fits = zlib.crc32(_bytes(array)) == header["checksums"][name]
+        require(fits, f"the array {name} is damaged")
+    return header, arrays
+
+
+# Loading: build
+
+
+def _build(plan: Plan, arrays: Arrays, backend: str | None, kernels: ModuleType) -> KVCache:
+    """The cache, in which every array takes its place and is then let go."""
+    layers, first = plan.layers, plan.layers[0]
     cache = KVCache(
-        len(configs),
-        [config["kv_heads"] for config in configs],
-        [config["key_dim"] for config in configs],
-        {index: config["key"] for index, config in enumerate(configs)},
-        {index: config["value"] for index, config in enumerate(configs)},
-        value_head_dim=[config["value_dim"] for config in configs],
-        batch=batch,
+        len(layers),
+        [layer.kv_heads for layer in layers],
+        [layer.key_dim for layer in layers],
+        {index: layer.key for index, layer in enumerate(layers)},
+        {index: layer.value for index, layer in enumerate(layers)},
+        value_head_dim=[layer.value_dim for layer in layers],
+        batch=len(plan.sequences[0]),
         backend=backend,
-        **{name: first[name] for name in ("sinks", "recent", "block", "rollback", "window")},
-        **{name: options[name] for name in OPTIONS},
+        **{name: getattr(first, name) for name in SHARED},
+        **plan.options,
     )
-    _require(
-        [_layer_config(layer) for layer in cache._layers] == [_plain(config) for config in configs],
-        "its layers do not fit together",
-    )
-    remaining = dict(arrays)
-    _require(len(header["sequences"]) == len(configs), "sequences are missing")
-    for layer, rows in enumerate(header["sequences"]):
-        _require(len(rows) == batch, "sequences are missing")
-        for index, numbers in enumerate(rows):
-            prefix = f"{layer}.{index}"
-            row = _sequence(cache._layers[layer], prefix, numbers, remaining)
-            room = cache.capacity is None or row.length <= cache.capacity
-            _require(room, f"sequence {prefix} is longer than max_tokens")
-            cache._sequences[layer][index] = row
-    _require(not remaining, f"it holds unknown arrays: {', '.join(sorted(remaining))}")
+    for layer, rows in enumerate(plan.sequences):
+        for index, row in enumerate(rows):
+            _fill(cache._sequences[layer][index], row, f"{layer}.{index}", arrays, kernels)
     return cache
 
 
-def _plain(config: dict[str, Any]) -> dict[str, Any]:
-    sides = ("key", "value")
-    codecs = {side: None if config[side] is None else config[side].to_config() for side in sides}
-    return config | codecs
-
-
-def _sequence(layer: Layer, prefix: str, numbers: dict[str, Any], arrays: Arrays) -> Sequence:
-    row = Sequence(layer)
-    whole = (*NUMBERS, "tail_first")
-    _require(
-        all(type(numbers[name]) is int and numbers[name] <= MOST_TOKENS for name in whole),
-        "a number is not whole or too large",
-    )
-    end, packed_end, tail_first = (numbers[n] for n in ("end", "packed_end", "tail_first"))
-    after_sinks = max(end, layer.sinks)
-    _require(
-        end >= 0
-        and layer.sinks <= tail_first <= packed_end <= after_sinks
-        and 0 <= numbers["evicted"] <= max(end - layer.sinks, 0)
-        and layer.sinks <= numbers["released"] <= after_sinks,
-        f"the numbers of sequence {prefix} contradict each other",
-    )
+def _fill(sequence: Sequence, row: Row, prefix: str, arrays: Arrays, kernels: ModuleType) -> None:
+    """Give an empty sequence its numbers and its arrays, which are taken out of `arrays`."""
     for name in NUMBERS:
-        setattr(row, name, numbers[name])
-
-    _fill(row.sinks, 0, min(end, layer.sinks), f"{prefix}.sinks", arrays)
-    _fill(row.tail, tail_first, after_sinks, f"{prefix}.tail", arrays)
-    units = list(zip(numbers["unit_first"], numbers["unit_count"], strict=True))
-    _check_units(units, row, prefix)
-    equalized = numbers["equalized"]
-    _require(type(equalized) is bool, "a number is not whole")
-    _restore(row.keys, units, f"{prefix}.keys", arrays, equalized)
-    _restore(row.values, units, f"{prefix}.values", arrays, False)
-    if row.keys.codec is not None and packed_end > layer.sinks:
-        row.keys.codec = replace(row.keys.codec, equalize=equalized)
-    if f"{prefix}.energy" in arrays:
-        energy = _taken(arrays, f"{prefix}.energy", np.float64, None)
-        _require(
-            energy.ndim == 3
-            and energy.shape[1:] == (layer.kv_heads, layer.key_dim)
-            and len(energy) <= layer.sinks + layer.block
-            and all(_is_energy(x) or np.isnan(x).all() for x in energy),
-            f"the statistics of sequence {prefix} have wrong shape or values",
-        )
-        row.energy = [x if _is_energy(x) else None for x in energy]
-    return row
+        setattr(sequence, name, getattr(row, name))
+    for part, number in (("sinks", 0), ("tail", row.tail_first)):
+        tail: Tail = getattr(sequence, part)
+        tail.restart(number)
+        tail.append(*(load_floats(arrays.pop(f"{prefix}.{part}.{side}")) for side in "kv"))
+    keys, packed = sequence.keys, row.packed_end > sequence.layer.sinks
+    if keys.codec is not None and packed:
+        keys.codec = replace(keys.codec, equalize=row.equalized)
+    if row.equalized:
+        keys.weights = arrays.pop(f"{prefix}.keys.weights").copy()
+    energy = arrays.pop(f"{prefix}.energy", ())
+    sequence.energy = [None if np.isnan(x).any() else x.copy() for x in energy]
+    if row.units:
+        _fill_body(keys, row.units, f"{prefix}.keys", arrays, kernels)
+        _fill_body(sequence.values, row.units, f"{prefix}.values", arrays, kernels)
 
 
-def _taken(arrays: Arrays, name: str, dtype: Any, shape: tuple[int, ...] | None) -> NDArray[Any]:
-    """Take an array out of those of the file, its type and shape checked."""
-    _require(name in arrays, f"the array {name} is missing")
-    array = arrays.pop(name)
-    _require(
-        array.dtype == dtype and (shape is None or array.shape == shape),
-        f"the array {name} is {array.dtype} {array.shape} and not {np.dtype(dtype)} {shape}",
-    )
-    return array
-
-
-def _is_energy(x: NDArray[np.float64]) -> bool:
-    return bool(((x >= 0) & (x < np.inf)).all())
-
-
-def _in_range(x: NDArray[np.float32]) -> bool:
-    return bool((np.abs(x) < LARGEST_MAGNITUDE).all())
-
-
-def _fill(tail: Tail, first: int, end: int, prefix: str, arrays: Arrays) -> None:
-    tail.restart(first)
-    sides = []
-    for side, empty in (("k", tail.k), ("v", tail.v)):
-        shape = (*empty.shape[:2], end - first, empty.shape[3])
-        x = _taken(arrays, f"{prefix}.{side}", np.float32, shape)
-        _require(_in_range(x), f"the array {prefix}.{side} is out of range")
-        sides.append(x)
-    tail.append(*sides)
-
-
-def _check_units(units: list[tuple[int, int]], row: Sequence, prefix: str) -> None:
-    """Units ascend without gaps and end where the packed body does."""
-    size = row.keys.unit
-    whole = all(type(number) is int for unit in units for number in unit)
-    expected = units[0][0] if units else row.packed_end
-    fits = whole and row.layer.sinks <= expected <= max(row.released, row.layer.sinks)
-    for first, count in units:
-        fits = fits and first == expected and 0 < count <= size
-        expected = first + count
-    _require(fits and expected == row.packed_end, f"the units of sequence {prefix} do not fit")
-
-
-def _restore(
+def _fill_body(
     blocks: Blocks,
     units: list[tuple[int, int]],
     prefix: str,
     arrays: Arrays,
-    equalized: bool,
+    kernels: ModuleType,
 ) -> None:
-    """Fill blocks from canonical arrays, unit by unit."""
-    heads, dim = blocks.heads, blocks.head_dim
-    if equalized:
-        weights = _taken(arrays, f"{prefix}.weights", np.float32, (1, heads, dim))
-        fits = ((weights >= LEAST_WEIGHT) & (weights <= LARGEST_WEIGHT)).all()
-        _require(bool(fits), f"{prefix}.weights is out of range")
-        _require(bool(blocks.codec and blocks.codec.equalize), f"{prefix}.weights is unexpected")
-        blocks.weights = weights
-    if not units:
-        return
+    """Fill blocks unit by unit."""
     steps = blocks.steps()
-    totals = {name: sum(-(-count // step) for _, count in units) for name, step in steps.items()}
-    if blocks.codec is None:
-        stored: Arrays = {
-            "exact": _taken(arrays, f"{prefix}.exact", np.float32, (1, heads, totals["exact"], dim))
-        }
-        _require(_in_range(stored["exact"]), f"the array {prefix}.exact is out of range")
-    else:
-        stored = {}
-        for name, (unit, dtype) in layout_of(blocks.codec, (1, heads, blocks.unit, dim)).items():
-            shape = (*unit[:2], totals[name], *unit[3:])
-            stored[name] = _taken(arrays, f"{prefix}.{name}", dtype, shape)
-            if name in ("scale", "zero_point", "center_scale"):
-                fits = bool((np.abs(load_scales(stored[name])) <= LARGEST_SCALE).all())
-                _require(fits, f"the array {prefix}.{name} is out of range")
+    stored = {name: arrays.pop(f"{prefix}.{name}") for name in steps}
     at = dict.fromkeys(steps, 0)
     for first, count in units:
         piece = {}
         for name, step in steps.items():
-            members = -(-count // step)
-            piece[name] = stored[name][:, :, at[name] : at[name] + members]
-            at[name] += members
+            entries = -(-count // step)
+            piece[name] = stored[name][:, :, at[name] : at[name] + entries]
+            at[name] += entries
         if blocks.codec is None:
-            blocks.append_unit(piece["exact"], first)
+            blocks.append_unit(piece["exact"], first, kernels)
         else:
-            encoded = Encoded(codec=blocks.codec, head_dim=dim, **piece)
-            blocks.append_unit(encoded, first)
+            blocks.append_unit(Encoded(blocks.codec, blocks.head_dim, **piece), first, kernels)

@@ -26,6 +26,7 @@ from kvcodec.quantize import LLOYD_MAX_SCALE_RULES, SCALE_DTYPES
 from kvcodec.reference.encode import decode_rotated
 from kvcodec.reference.fwht import factor_order
 from kvcodec.reference.packing import packed_bytes
+from kvcodec.reference.tiles import tile
 from kvcodec.testing import (
     KINDS,
     ORDINARY_KINDS,
@@ -396,6 +397,30 @@ def in_place(function):
     return call
 
 
+@st.composite
+def tiles_and_rows(draw, width, side):
+    """Tiles of two heads in one unit of a page, and canonical rows to put into them."""
+    n, count = draw(st.sampled_from((1, 7, 16, 33, 64, 80, 128, 256))), draw(st.integers(1, 3))
+    slot = draw(st.integers(0, 64 * count - 1))
+    tokens = draw(st.integers(0, 64 * count - slot))
+    random = rng(draw(short_seeds))
+    before, rows = (
+        random.integers(0, 2**width, shape, dtype=np.uint8)
+        for shape in ((2, 2, count, 64, n), (2, tokens, n))
+    )
+    return tile(before, width, side), slot, kv.pack(rows, width), n
+
+
+def write_and_read(width, side):
+    def call(page, slot, rows, n):
+        page = page.copy()
+        twin("write_tiles")(page[:, 1], slot, rows, n, width, side)
+        tokens = slot + rows.shape[1]
+        return page, twin("read_tiles")(page[:, 1], tokens, n, width, side)
+
+    return call
+
+
 TABLE = [
     *(Case(f"fwht {n}", ("fwht",), st.tuples(vectors(n)), kv.fwht) for n in ORDERS),
     *(Case(f"srht {n}", ("srht",), st.tuples(vectors(n), seeds), kv.srht) for n in ORDERS),
@@ -461,6 +486,15 @@ TABLE = [
             ),
         )
         for group, residual in ((5, 0), (32, 33))
+    ),
+    *(
+        Case(
+            f"tiles of {width} bits by {side}",
+            ("write_tiles", "read_tiles"),
+            tiles_and_rows(width, side),
+            write_and_read(width, side),
+        )
+        for width, side in product((2, 3, 4, 8), ("key", "value"))
     ),
     *(
         Case(

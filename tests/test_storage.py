@@ -3,9 +3,12 @@
 ``tests/data/cache-v1.safetensors`` was written by ``golden_cache().save(GOLDEN)`` from here.
 """
 
+import errno
 import json
 import os
+import re
 import sys
+import tracemalloc
 import zlib
 from pathlib import Path
 
@@ -15,6 +18,8 @@ import safetensors.numpy
 from cache_model import contents, read_file
 
 import kvcodec as kv
+from kvcodec import cache as cache_module
+from kvcodec import storage
 from kvcodec.testing import assert_same_bits
 
 GOLDEN = Path(__file__).parent / "data" / "cache-v1.safetensors"
@@ -176,6 +181,49 @@ def test_the_backend_of_a_loaded_cache_can_be_chosen(path):
         kv.KVCache.load(path, backend="gpu")
 
 
+# Cost
+
+
+def large_cache():
+    """A cache of several MB in many layers."""
+    cache = kv.KVCache(12, 2, 64, "int8", "kivi4", block=64)
+    for layer in range(12):
+        cache.append(layer, *tokens(2000, heads=2, head_dim=64)[1:])
+    return cache
+
+
+def test_saving_makes_no_copy_of_the_cache(tmp_path):
+    cache = large_cache()
+    tracemalloc.start()
+    cache.save(tmp_path / "cache.safetensors")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 0.3 * cache.nbytes
+
+
+def test_loading_makes_no_copy_of_the_file(tmp_path):
+    path = tmp_path / "cache.safetensors"
+    large_cache().save(path)
+    tracemalloc.start()
+    loaded = kv.KVCache.load(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 0.3 * loaded.nbytes + max(path.stat().st_size, loaded.nbytes)
+
+
+def test_each_sequence_is_built_once(tmp_path, monkeypatch):
+    built = []
+
+    class Counted(cache_module.Sequence):
+        def __init__(self, layer):
+            built.append(layer)
+            super().__init__(layer)
+
+    monkeypatch.setattr(cache_module, "Sequence", Counted)
+    golden = kv.KVCache.load(GOLDEN)
+    assert built == [layer for layer in golden._layers for _ in range(2)]
+
+
 # The golden file
 
 
@@ -198,9 +246,10 @@ def test_what_is_written_now_is_the_golden_file(tmp_path):
     now, then = (read_file(file) for file in (tmp_path / "cache.safetensors", GOLDEN))
     assert_same_bits(now[1], then[1])
     headers = [json.loads(metadata["kvcodec"].split(" ", 1)[1]) for metadata, _ in (now, then)]
-    for header in headers:
-        del header["written_by"]
+    writers = [header.pop("written_by") for header in headers]
     assert headers[0] == headers[1]
+    if writers[0] == writers[1]:
+        assert (tmp_path / "cache.safetensors").read_bytes() == GOLDEN.read_bytes()
     assert GOLDEN.stat().st_size < 50_000
 
 
@@ -265,11 +314,19 @@ def test_a_header_that_is_no_json_is_refused_though_its_checksum_fits(tmp_path):
 
 
 def test_a_path_without_a_file_is_an_error_of_the_system(tmp_path):
-    for missing in (tmp_path / "missing", tmp_path):
-        with pytest.raises(OSError, match=tmp_path.name):
-            kv.KVCache.load(missing)
-    with pytest.raises(OSError, match="missing"):
-        small_cache().save(tmp_path / "missing" / "cache.safetensors")
+    with pytest.raises(FileNotFoundError, match=re.escape(str(tmp_path / "missing"))):
+        kv.KVCache.load(tmp_path / "missing")
+    with pytest.raises(
+        OSError, match=f"path must be a file, but {re.escape(str(tmp_path))} is none"
+    ):
+        kv.KVCache.load(tmp_path)
+
+
+@pytest.mark.parametrize("given", [3, None, b"cache.safetensors", ["cache"]])
+def test_what_is_no_path_is_named(given):
+    for call in (kv.KVCache.load, small_cache().save):
+        with pytest.raises(TypeError, match="path must be a string or a path"):
+            call(given)
 
 
 # Headers that contradict themselves or the arrays, with checksums that fit
@@ -364,11 +421,7 @@ EDITS = {
     "options left out": drop("options"),
     "query bits": put("options", "query_bits", 7),
     "probability bits": put("options", "probability_bits", 9),
-    "max_tokens below the length": lambda header, arrays: (
-        header["options"].update(max_tokens=20),
-        header["layers"][0].update(reserve=16),
-    ),
-    "max_tokens without room": put("options", "max_tokens", 900),
+    "max_tokens below the length": put("options", "max_tokens", 20),
     "max_tokens negative": put("options", "max_tokens", -1),
     "option left out": drop("options", "query_bits"),
     "kv_heads": put("layers", 0, "kv_heads", 2),
@@ -384,7 +437,8 @@ EDITS = {
     "recent negative": put("layers", 0, "recent", -1),
     "rollback negative": put("layers", 0, "rollback", -1),
     "window 0": put("layers", 0, "window", 0),
-    "reserve": put("layers", 0, "reserve", 7),
+    "exact_dtype": put("layers", 0, "exact_dtype", "bfloat16"),
+    "exact_dtype unknown": put("layers", 0, "exact_dtype", "float16"),
     "unknown layer option": put("layers", 0, "color", "red"),
     "layer option left out": drop("layers", 0, "rollback"),
     "key of floats": put("layers", 0, "key", None),
@@ -502,6 +556,55 @@ def test_checksums_of_other_arrays_are_refused(path):
 
 
 # Writing
+
+
+def test_where_nothing_can_be_written_is_found_before_any_work(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delattr(storage, "_describe")
+    cache = small_cache()
+    message = "path must be in a folder that exists, but that of missing/a does not"
+    with pytest.raises(FileNotFoundError, match=message):
+        cache.save("missing/a")
+    Path("file").touch()
+    with pytest.raises(FileNotFoundError, match="but that of file/a does not"):
+        cache.save("file/a")
+    Path("folder").mkdir()
+    with pytest.raises(OSError, match="path must be a file that can be replaced, but folder is"):
+        cache.save("folder")
+    assert sorted(os.listdir()) == ["file", "folder"]
+
+
+@pytest.mark.parametrize("step", ["open", "replace"])
+def test_an_error_of_the_system_names_the_path_that_was_given(path, monkeypatch, step):
+    def fail(name, *args):
+        raise PermissionError(errno.EACCES, "Permission denied", str(name))
+
+    monkeypatch.chdir(path.parent)
+    monkeypatch.setattr(*((storage, "open", fail) if step == "open" else (os, step, fail)), False)
+    with pytest.raises(PermissionError) as caught:
+        small_cache().save(path.name)
+    assert caught.value.filename == path.name
+    assert os.listdir() == [path.name]
+
+
+def test_nothing_is_replaced_by_what_the_library_does_not_open(path, monkeypatch):
+    def refuse(*args):
+        raise RuntimeError("no such file is known")
+
+    before = path.read_bytes()
+    monkeypatch.setattr(safetensors.numpy, "safe_open", refuse)
+    with pytest.raises(RuntimeError, match="no such file is known"):
+        small_cache("int8").save(path)
+    assert path.read_bytes() == before
+    assert os.listdir(path.parent) == [path.name]
+
+
+def test_a_link_is_followed_and_stays(path):
+    link = path.with_name("link")
+    link.symlink_to(path.name)
+    small_cache("int8").save(link)
+    assert link.is_symlink()
+    assert kv.KVCache.load(path)._layers[0].key.name == "int8"
 
 
 @pytest.mark.parametrize("step", ["replace", "fsync"])

@@ -1,80 +1,50 @@
 # Fused dequant-dot attention with an online softmax. A task is a KV head with some query
 # positions: all query heads that share the KV head go through keys and values together. For each
-# tile of 64 tokens that any of its queries sees, the scores of all rows are taken (scores.pxi),
-# the running maximum and sum are updated, and the values are summed (value_sums.pxi) into one
-# accumulator for each segment, which stays in the rotated domain until the end. Threads take
-# tasks; a task does not depend on the others, so the result does not depend on the threads. Tiles
-# are counted from the beginning of an array or unit, and a token that is masked contributes exact
-# zeros, so a skipped tile and a masked one are the same.
+# tile of 64 tokens that any of its queries sees, the products of all rows are taken (scores.pxi),
+# the running maximum and sum are updated (softmax.h), and the values are summed (value_sums.pxi),
+# which stay in the rotated domain until the end. Every 1,024 tokens, at fixed token numbers, a new
+# running softmax begins; they are folded into one another in the order of the tokens. So the result
+# depends neither on threads nor on whether one thread goes through all of them or several take them
+# in pieces, which happens where there are fewer tasks than threads could share. Tiles are counted
+# from the beginning of an array or unit, and a token that is masked contributes exact zeros, so a
+# skipped tile and a masked one are the same.
 
-from kvcodec.blocks import Blocks
+from kvcodec import blocks as _blocks
 
 cdef enum:
-    ROWS = 16                  # rows of a task that are aimed for when there are many queries
-    PAGE_UNITS = 4             # as in blocks.py
+    ROWS = 32                  # rows of a task that are aimed for when there are many queries
+    SPLIT = 1024               # tokens under one running softmax
+    PAGE_UNITS = 8             # as in blocks.py
+    MOST_SEGMENTS = 8
+    TASKS_A_THREAD = 4         # fewer would not share the work evenly
 
-
-cdef struct Pages:
-    # The pages of a Blocks, NULL where a side is one array: unit u lies in page u // PAGE_UNITS.
-    const Side *pages
-    const int64_t *first       # of each unit, the number of its first token
-    const int64_t *count       # of each unit, its tokens
-    Py_ssize_t units
+if (_blocks.PAGE_UNITS, _blocks.TILE) != (PAGE_UNITS, TILE):
+    raise ImportError("attention.pxi and blocks.py must agree about the size of a page.")
 
 
 cdef struct Part:
-    # A segment: both sides, what each query sees, and which accumulator its values go to.
+    # A segment: both sides, what each query sees, and which accumulator its values go to. The
+    # sides are arrays, or what the pages of a Blocks have in common, pages being NULL for arrays.
     Side keys
     Side values
-    Pages key_pages
-    Pages value_pages
+    const Side *key_pages
+    const Side *value_pages
+    const int64_t *first       # of each unit of pages, the number of its first token
+    const int64_t *count       # of each unit, its tokens
+    Py_ssize_t units
     Py_ssize_t kv_heads
     const int64_t *start
     const int64_t *stop
     Py_ssize_t accumulator
 
 
-cdef inline float cap_score(float s, float softcap) noexcept nogil:
-    """softcap * tanh(s / softcap), with tanh from exp(-2 |x|) - 1, which does not cancel."""
-    cdef float x = s / softcap
-    cdef float power = expm1_nonpositive(-2 * (x if x > 0 else -x))
-    cdef float y = softcap * (-power / (2 + power))
-    return y if x > 0 else -y
-
-
-cdef inline void softmax_tile(Py_ssize_t row, Py_ssize_t tokens, Py_ssize_t low, Py_ssize_t high,
-                              Py_ssize_t rows, Py_ssize_t accumulators, float softcap,
-                              Work *work) noexcept nogil:
-    """Turn the scores of a row into probabilities relative to the running maximum.
-
-    Tokens outside low <= t < high of the tile, of which there must be one, get 0. Where the maximum
-    grows, what was accumulated so far is scaled down.
-    """
-    cdef float *s = work.scores + row * TILE
-    cdef float largest = work.largest[row], ratio
-    cdef float lane[16]
-    cdef Py_ssize_t t, c, a
-    if softcap > 0:
-        for t in range(low, high):
-            s[t] = cap_score(s[t], softcap)
-    for t in range(low, high):
-        largest = s[t] if s[t] > largest else largest
-    if largest > work.largest[row]:
-        ratio = exp_nonpositive(work.largest[row] - largest)
-        work.sum[row] = work.sum[row] * ratio
-        for a in range(accumulators):
-            for c in range(work.n):
-                work.accumulator[(a * rows + row) * work.n + c] *= ratio
-        work.largest[row] = largest
-    for t in range(low):
-        s[t] = -INFINITY
-    for t in range(high, TILE):
-        s[t] = -INFINITY
-    for t in range(TILE):
-        s[t] = exp_nonpositive(s[t] - largest)
-    for t in range(16):
-        lane[t] = (s[t] + s[t + 16]) + (s[t + 32] + s[t + 48])
-    work.sum[row] = work.sum[row] + sum_of_16(lane)
+cdef struct Chunk:
+    # Tokens of a segment under one running softmax: some units, or a stretch of an array.
+    Py_ssize_t part
+    Py_ssize_t first_unit
+    Py_ssize_t last_unit
+    int64_t start
+    int64_t stop
 
 
 cdef struct Shape:
@@ -86,22 +56,19 @@ cdef struct Shape:
     Py_ssize_t slices          # tasks of a KV head
     Py_ssize_t n               # the larger head_dim
     Py_ssize_t accumulators
+    Py_ssize_t chunks
 
 
 cdef struct Task:
-    # Query heads of one KV head at q_len positions from `first` on.
+    # Query heads of one KV head at some positions from `first` on.
     Py_ssize_t batch
     Py_ssize_t head            # batch * kv_heads + kv_head
     Py_ssize_t first
     Py_ssize_t positions
     Py_ssize_t repeats
+    Py_ssize_t rows
     Py_ssize_t q_len
-
-
-cdef inline Py_ssize_t query_index(const Task *task, Py_ssize_t row) noexcept nogil:
-    """Where a row of a task lies among the (batch, q_heads, q_len) queries."""
-    cdef Py_ssize_t head = task.head * task.repeats + row // task.positions
-    return head * task.q_len + task.first + row % task.positions
+    Py_ssize_t prepared        # the segment that the queries are prepared for, or -1
 
 
 cdef struct Unit:
@@ -113,31 +80,151 @@ cdef struct Unit:
     int64_t tokens
 
 
+cdef inline float cap_score(float s, float softcap) noexcept nogil:
+    """softcap * tanh(s / softcap), with tanh from exp(-2 |x|) - 1, which does not cancel."""
+    cdef float x = s / softcap
+    cdef float power = expm1_nonpositive(-2 * (x if x > 0 else -x))
+    cdef float y = softcap * (-power / (2 + power))
+    return y if x > 0 else -y
+
+
+cdef inline void scale_row(float *x, Py_ssize_t n, float factor) noexcept nogil:
+    cdef Py_ssize_t c
+    for c in range(n):
+        x[c] = x[c] * factor
+
+
+cdef inline void clear_sums(Sums *sums, Py_ssize_t rows, Py_ssize_t n,
+                            Py_ssize_t accumulators) noexcept nogil:
+    cdef Py_ssize_t row
+    for row in range(rows):
+        sums.largest[row] = -INFINITY
+        sums.sum[row] = 0
+    memset(sums.lanes, 0, rows * 16 * sizeof(float))
+    memset(sums.values, 0, accumulators * rows * n * sizeof(float))
+
+
+cdef inline float whole_row(const Plan *plan, Py_ssize_t row, float before,
+                            Work *work) noexcept nogil:
+    """Probabilities of a row that sees all of a tile; returns the running maximum."""
+    cdef float *s = work.scores + row * TILE
+    cdef float *lanes = work.part.lanes + row * 16
+    cdef float factor = work.factor[row]
+    if not work.in_sums:
+        return probabilities_of_products(s, factor, SATURATION, before, lanes)
+    if plan.center:
+        return probabilities_of_centered_sums(
+            work.sums + row * TILE, work.scale, work.rounded_scale[row], work.center[row], factor,
+            SATURATION, before, lanes, s)
+    return probabilities_of_plain_sums(work.sums + row * TILE, work.scale, work.rounded_scale[row],
+                                       factor, SATURATION, before, lanes, s)
+
+
+cdef inline float masked_row(const Plan *plan, Py_ssize_t row, Py_ssize_t low, Py_ssize_t high,
+                             float softcap, float before, Work *work) noexcept nogil:
+    """Probabilities of a row that sees the tokens low <= t < high of a tile; the others get 0."""
+    cdef float *s = work.scores + row * TILE
+    cdef Py_ssize_t t
+    if work.in_sums:
+        products_of_row(plan, row, work)
+    finish_scores(s, work.factor[row], SATURATION)
+    if softcap > 0:
+        for t in range(low, high):
+            s[t] = cap_score(s[t], softcap)
+    for t in range(low):
+        s[t] = -INFINITY
+    for t in range(high, TILE):
+        s[t] = -INFINITY
+    return probabilities_of_scores(s, before, work.part.lanes + row * 16)
+
+
+cdef inline void softmax_row(const Plan *plan, Py_ssize_t row, Py_ssize_t low, Py_ssize_t high,
+                             float softcap, Work *work) noexcept nogil:
+    """Turn the products of a row into probabilities relative to the running maximum.
+
+    Where the maximum grows, what was summed so far is scaled down.
+    """
+    cdef float before = work.part.largest[row], largest
+    if low >= high:
+        memset(work.scores + row * TILE, 0, TILE * sizeof(float))
+        return
+    if low == 0 and high == TILE and softcap == 0:
+        largest = whole_row(plan, row, before, work)
+    else:
+        largest = masked_row(plan, row, low, high, softcap, before, work)
+    if largest > before:
+        scale_row(work.part.values + row * work.n, work.n, exp_nonpositive(before - largest))
+        work.part.largest[row] = largest
+
+
+cdef inline Py_ssize_t query_index(const Task *task, Py_ssize_t row) noexcept nogil:
+    """Where a row of a task lies among the (batch, q_heads, q_len) queries."""
+    cdef Py_ssize_t head = task.head * task.repeats + row // task.positions
+    return head * task.q_len + task.first + row % task.positions
+
+
 cdef inline Unit unit_of(const Part *part, const Task *task, Py_ssize_t index) noexcept nogil:
     cdef Unit unit
     cdef Py_ssize_t page = index // PAGE_UNITS
-    if part.key_pages.pages == NULL:
+    if part.key_pages == NULL:
         unit.keys = &part.keys
         unit.values = &part.values
         unit.head = task.head
         unit.number = 0
         unit.tokens = part.keys.tokens
     else:
-        unit.keys = part.key_pages.pages + page
-        unit.values = part.value_pages.pages + page
-        unit.head = index % PAGE_UNITS * part.kv_heads + task.head % part.kv_heads
-        unit.number = part.key_pages.first[index]
-        unit.tokens = part.key_pages.count[index]
+        unit.keys = part.key_pages + page
+        unit.values = part.value_pages + page
+        unit.head = task.head % part.kv_heads * PAGE_UNITS + index % PAGE_UNITS
+        unit.number = part.first[index]
+        unit.tokens = part.count[index]
     return unit
 
 
-cdef inline void attend_unit(const Unit *unit, const Part *part, const Task *task,
+cdef inline Py_ssize_t tile_offset(const Side *side, Py_ssize_t head,
+                                   Py_ssize_t tile) noexcept nogil:
+    return (head * (side.tokens // TILE) + tile) * side.tile_bytes
+
+
+cdef inline void fetch_tile(const Side *side, Py_ssize_t head, Py_ssize_t tile) noexcept nogil:
+    """Have the scales and the center of a tile in the cache when it is read."""
+    cdef Py_ssize_t at = head * side.tokens + tile * TILE, line
+    cdef Py_ssize_t size = 2 if side.plan.bfloat16 else 4
+    if side.plan.code != ASYMMETRIC:
+        for line in range(TILE * size // 64 + 1):
+            prefetch(<const char *> side.scale + at * size + line * 64)
+    if side.plan.center:
+        at = head * side.blocks + tile * TILE // side.plan.block
+        prefetch(<const char *> side.center_scale + at * size)
+        for line in range(side.n // 64 + 1):
+            prefetch(side.center_levels + at * side.n + line * 64)
+
+
+cdef inline void look_ahead(const Unit *unit, const Unit *next_unit, Py_ssize_t tile,
+                            Work *work) noexcept nogil:
+    """Say where the tile after this one lies, which may be the first of the next unit."""
+    cdef const Unit *other = unit
+    cdef Py_ssize_t other_tile = tile + 1
+    if other_tile * TILE >= unit.tokens:
+        other, other_tile = next_unit, 0
+    if unit.keys.tile_bytes:
+        work.keys_ahead = (
+            <const char *> other.keys.packed + tile_offset(other.keys, other.head, other_tile)
+            - (<const char *> unit.keys.packed + tile_offset(unit.keys, unit.head, tile)))
+        fetch_tile(other.keys, other.head, other_tile)
+    if unit.values.tile_bytes:
+        work.values_ahead = (
+            <const char *> other.values.packed + tile_offset(other.values, other.head, other_tile)
+            - (<const char *> unit.values.packed + tile_offset(unit.values, unit.head, tile)))
+        fetch_tile(other.values, other.head, other_tile)
+
+
+cdef inline void attend_unit(const Unit *unit, const Unit *next_unit, const Task *task,
                              const int64_t *start, const int64_t *stop, int64_t seen_low,
-                             int64_t seen_high, const Options *options, Py_ssize_t accumulators,
+                             int64_t seen_high, const Options *options,
                              Work *work) noexcept nogil:
     """Run the prepared rows of a task over the tiles of a unit that any of them sees."""
-    cdef Py_ssize_t rows = task.positions * task.repeats, row, i, tile, first, tokens, low, high
-    cdef bint unpacked
+    cdef Py_ssize_t row, i, tile, first, tokens, low, high
     seen_low = max(seen_low - unit.number, <int64_t> 0)
     seen_high = min(seen_high - unit.number, unit.tokens)
     if seen_low >= seen_high:
@@ -145,93 +232,171 @@ cdef inline void attend_unit(const Unit *unit, const Part *part, const Task *tas
     for tile in range(seen_low // TILE, (seen_high + TILE - 1) // TILE):
         first = tile * TILE
         tokens = min(<Py_ssize_t> TILE, unit.tokens - first)
-        score_tile(unit.keys, unit.head, first, tokens, rows, options, work)
-        unpacked = False
-        for row in range(rows):
+        look_ahead(unit, next_unit, tile, work)
+        multiply_tile(unit.keys, unit.head, first, tokens, task.rows, options, work)
+        for row in range(task.rows):
             i = row % task.positions
             low = max(start[i] - unit.number - first, <int64_t> 0)
             high = min(stop[i] - unit.number - first, <int64_t> tokens)
-            if low >= high:
-                continue
-            softmax_tile(row, tokens, low, high, rows, accumulators, options.softcap, work)
-            if unit.values.plan != NULL and not unpacked:
-                unpack_tile(unit.values, unit.head, first, tokens, work.levels)
-                unpacked = True
-            add_values(unit.values, unit.head, first, tokens, work.scores + row * TILE,
-                       work.accumulator + (part.accumulator * rows + row) * work.n,
-                       options.probability_bits, work)
+            softmax_row(unit.keys.plan, row, low, high, options.softcap, work)
+        add_values(unit.values, unit.head, first, tokens, task.rows, options.probability_bits,
+                   work.part.values, work)
 
 
-cdef inline void attend_part(const float *q, const Part *part, const Task *task,
-                             const Options *options, Py_ssize_t accumulators,
-                             Work *work) noexcept nogil:
-    """Run the rows of a task over one segment."""
-    cdef Py_ssize_t rows = task.positions * task.repeats, n = part.keys.n, row, i, index
-    cdef int64_t seen_low = INT64_MAX, seen_high = 0
+cdef inline bint attend_chunk(const float *q, const Part *parts, const Chunk *chunk, Task *task,
+                              const Options *options, Work *work) noexcept nogil:
+    """Run the rows of a task over a chunk, into work.part; whether any row sees some of it."""
+    cdef const Part *part = parts + chunk.part
     cdef const int64_t *start = part.start + task.batch * task.q_len + task.first
     cdef const int64_t *stop = part.stop + task.batch * task.q_len + task.first
-    cdef Unit unit
+    cdef int64_t low = INT64_MAX, high = 0
+    cdef Py_ssize_t row, i, index
+    cdef Unit unit, next_unit
     for i in range(task.positions):
         if start[i] < stop[i]:
-            seen_low = min(seen_low, start[i])
-            seen_high = max(seen_high, stop[i])
-    if seen_low >= seen_high:
-        return
+            low = min(low, start[i])
+            high = max(high, stop[i])
+    low = max(low, chunk.start)
+    high = min(high, chunk.stop)
+    if low >= high:
+        return False
+    if task.prepared != chunk.part:
+        for row in range(task.rows):
+            prepare_row(q + query_index(task, row) * part.keys.n, &part.keys, task.head, row,
+                        options, work)
+        task.prepared = chunk.part
+    clear_sums(&work.part, task.rows, work.n, 1)
+    unit = unit_of(part, task, chunk.first_unit)
+    for index in range(chunk.first_unit, chunk.last_unit):
+        next_unit = unit_of(part, task, min(index + 1, part.units - 1))
+        attend_unit(&unit, &next_unit, task, start, stop, low, high, options, work)
+        unit = next_unit
+    for row in range(task.rows):
+        work.part.sum[row] = sum_of_16(work.part.lanes + row * 16)
+    return True
+
+
+cdef inline void fold(const Sums *part, Py_ssize_t accumulator, Py_ssize_t accumulators,
+                      Py_ssize_t rows, Py_ssize_t n, Sums *total) noexcept nogil:
+    """Add the running softmax of later tokens to that of earlier ones."""
+    cdef Py_ssize_t row, a, c
+    cdef float ratio, factor
+    cdef float *target
+    cdef const float *source
     for row in range(rows):
-        prepare_row(q + query_index(task, row) * n, &part.keys, task.head, row, options, work)
-    for index in range(part.key_pages.units):
-        unit = unit_of(part, task, index)
-        attend_unit(&unit, part, task, start, stop, seen_low, seen_high, options, accumulators,
-                    work)
+        if part.sum[row] == 0:
+            continue
+        factor = 1
+        if part.largest[row] > total.largest[row]:
+            ratio = exp_nonpositive(total.largest[row] - part.largest[row])
+            total.largest[row] = part.largest[row]
+            total.sum[row] = total.sum[row] * ratio
+            for a in range(accumulators):
+                scale_row(total.values + (a * rows + row) * n, n, ratio)
+        else:
+            factor = exp_nonpositive(part.largest[row] - total.largest[row])
+        total.sum[row] = total.sum[row] + part.sum[row] * factor
+        source = part.values + row * n
+        target = total.values + (accumulator * rows + row) * n
+        for c in range(n):
+            target[c] = target[c] + source[c] * factor
 
 
 cdef inline void finish_row(const Part *parts, Py_ssize_t count, Py_ssize_t row, Py_ssize_t rows,
                             float *output, float *log_sum_exp, Work *work) noexcept nogil:
     """Rotate the accumulators of a row back, add them up and divide by the sum."""
     cdef Py_ssize_t n = parts[0].values.n, c, i
+    cdef Sums *total = &work.total
     cdef float *accumulator
     cdef float inverse
-    if work.sum[row] == 0:
+    if total.sum[row] == 0:
         memset(output, 0, n * sizeof(float))
         log_sum_exp[0] = -INFINITY
         return
-    memcpy(output, work.accumulator + row * work.n, n * sizeof(float))
+    memcpy(output, total.values + row * work.n, n * sizeof(float))
     for i in range(count):
         if parts[i].accumulator > 0:
-            accumulator = work.accumulator + (parts[i].accumulator * rows + row) * work.n
-            unrotate_row(accumulator, parts[i].values.plan, work.folded)
+            accumulator = total.values + (parts[i].accumulator * rows + row) * work.n
+            unrotate_row(accumulator, parts[i].values.plan, work.row)
             for c in range(n):
                 output[c] = output[c] + accumulator[c]
-    inverse = <float> (1 / work.sum[row])
+    inverse = <float> (1 / total.sum[row])
     for c in range(n):
         output[c] = output[c] * inverse
-    log_sum_exp[0] = <float> (work.largest[row] + log(work.sum[row]))
+    log_sum_exp[0] = <float> (total.largest[row] + log(total.sum[row]))
 
 
-cdef void attend_task(const float *q, const Part *parts, Py_ssize_t count, Py_ssize_t index,
-                      const Shape *shape, const Options *options, float *output,
-                      float *log_sum_exp, char *scratch) noexcept nogil:
-    """Attend for the index-th group of queries; everything that changes is local."""
+cdef inline Task task_of(Py_ssize_t index, const Shape *shape) noexcept nogil:
     cdef Task task
-    cdef Work work
-    cdef Py_ssize_t rows, row, i, n = parts[0].values.n
     task.head = index // shape.slices
     task.batch = task.head // shape.kv_heads
     task.first = index % shape.slices * shape.each
     task.positions = min(shape.each, shape.q_len - task.first)
     task.repeats = shape.repeats
+    task.rows = task.positions * task.repeats
     task.q_len = shape.q_len
-    rows = task.positions * task.repeats
+    task.prepared = -1
+    return task
+
+
+cdef inline void finish_task(const Part *parts, Py_ssize_t count, const Task *task, float *output,
+                             float *log_sum_exp, Work *work) noexcept nogil:
+    cdef Py_ssize_t row, i
+    for row in range(task.rows):
+        i = query_index(task, row)
+        finish_row(parts, count, row, task.rows, output + i * parts[0].values.n, log_sum_exp + i,
+                   work)
+
+
+cdef void attend_task(const float *q, const Part *parts, Py_ssize_t count, const Chunk *chunks,
+                      Py_ssize_t index, const Shape *shape, const Options *options, float *output,
+                      float *log_sum_exp, char *scratch) noexcept nogil:
+    """Attend for the index-th group of queries; everything that changes is local."""
+    cdef Task task = task_of(index, shape)
+    cdef Work work
+    cdef Py_ssize_t i
     carve(scratch, &work, shape.each * shape.repeats, shape.n, shape.accumulators)
-    for row in range(rows):
-        work.largest[row] = -INFINITY
-        work.sum[row] = 0
-    memset(work.accumulator, 0, shape.accumulators * rows * work.n * sizeof(float))
-    for i in range(count):
-        attend_part(q, &parts[i], &task, options, shape.accumulators, &work)
-    for row in range(rows):
-        i = query_index(&task, row)
-        finish_row(parts, count, row, rows, output + i * n, log_sum_exp + i, &work)
+    clear_sums(&work.total, task.rows, work.n, shape.accumulators)
+    for i in range(shape.chunks):
+        if attend_chunk(q, parts, chunks + i, &task, options, &work):
+            fold(&work.part, parts[chunks[i].part].accumulator, shape.accumulators, task.rows,
+                 work.n, &work.total)
+    finish_task(parts, count, &task, output, log_sum_exp, &work)
+
+
+cdef void attend_piece(const float *q, const Part *parts, const Chunk *chunks, Py_ssize_t index,
+                       Py_ssize_t first, Py_ssize_t last, const Shape *shape,
+                       const Options *options, char *store, Py_ssize_t store_bytes,
+                       char *scratch) noexcept nogil:
+    """Attend to some chunks for the index-th group of queries and keep each one's sums."""
+    cdef Task task = task_of(index, shape)
+    cdef Work work
+    cdef Py_ssize_t i, at
+    carve(scratch, &work, shape.each * shape.repeats, shape.n, shape.accumulators)
+    for i in range(first, last):
+        at = 0
+        carve_sums(store + (index * shape.chunks + i) * store_bytes, &at, &work.part,
+                   shape.each * shape.repeats, shape.n, 1)
+        if not attend_chunk(q, parts, chunks + i, &task, options, &work):
+            memset(work.part.sum, 0, task.rows * sizeof(double))
+
+
+cdef void fold_pieces(const Part *parts, Py_ssize_t count, const Chunk *chunks, Py_ssize_t index,
+                      const Shape *shape, char *store, Py_ssize_t store_bytes, float *output,
+                      float *log_sum_exp, char *scratch) noexcept nogil:
+    """Put together what `attend_piece` left of all chunks."""
+    cdef Task task = task_of(index, shape)
+    cdef Work work
+    cdef Py_ssize_t i, at
+    carve(scratch, &work, shape.each * shape.repeats, shape.n, shape.accumulators)
+    clear_sums(&work.total, task.rows, work.n, shape.accumulators)
+    for i in range(shape.chunks):
+        at = 0
+        carve_sums(store + (index * shape.chunks + i) * store_bytes, &at, &work.part,
+                   shape.each * shape.repeats, shape.n, 1)
+        fold(&work.part, parts[chunks[i].part].accumulator, shape.accumulators, task.rows,
+             work.n, &work.total)
+    finish_task(parts, count, &task, output, log_sum_exp, &work)
 
 
 cdef class PageTable:
@@ -241,77 +406,133 @@ cdef class PageTable:
 
     def __cinit__(self, blocks):
         cdef Py_ssize_t i
+        cdef CodecPlan plan = None
         self.keep = list(blocks.pages)
-        self.sides = <Side *> malloc(max(1, len(self.keep)) * sizeof(Side))
+        if blocks.codec is not None:
+            plan = plan_for(blocks.codec, blocks.head_dim)
+            self.keep.append(plan)
+        self.sides = <Side *> malloc(max(1, len(blocks.pages)) * sizeof(Side))
         if self.sides == NULL:
             raise MemoryError
-        for i in range(len(self.keep)):
-            self.sides[i] = side_of(blocks.pages[i], self.keep)
+        for i in range(len(blocks.pages)):
+            self.sides[i] = side_of_page(blocks.pages[i], plan, blocks.head_dim)
 
     def __dealloc__(self):
         free(self.sides)
 
 
-cdef Pages pages_of(x, Side *side, list keep):
-    """The pages of a Blocks, or one unit for an array; fills what all units have in common."""
-    cdef Pages pages
-    cdef PageTable table
+cdef const Side *pages_of(x, Side *side, list keep):
+    """The pages of a Blocks; fills what all of them have in common."""
+    cdef PageTable table = x.tables.get(__name__)
     cdef CodecPlan plan
-    pages.pages = NULL
-    pages.units = 1
-    if not isinstance(x, Blocks):
-        side[0] = side_of(x, keep)
-        return pages
-    table = x.tables.get(__name__)
     if table is None:
         table = x.tables[__name__] = PageTable(x)
-    keep += [table, x.first, x.count]
+    keep.append(table)
     memset(side, 0, sizeof(Side))
     side.n = x.head_dim
-    side.tokens = x.end
     if x.codec is not None:
         plan = plan_for(x.codec, x.head_dim)
         keep.append(plan)
         side.plan = &plan.plan
         side.weights = <const float *> address(x.weights)
-    pages.pages = table.sides
-    pages.first = <const int64_t *> address(x.first)
-    pages.count = <const int64_t *> address(x.count)
-    pages.units = x.units
-    return pages
+    return table.sides
+
+
+cdef Part part_of(segment, list keep):
+    """A segment as plain C; its accumulator is not set."""
+    cdef Part part
+    keys, values, start, stop = segment
+    memset(&part, 0, sizeof(Part))
+    start = np.ascontiguousarray(start, dtype=np.int64)
+    stop = np.ascontiguousarray(stop, dtype=np.int64)
+    keep += [start, stop]
+    part.start = <const int64_t *> address(start)
+    part.stop = <const int64_t *> address(stop)
+    part.kv_heads = keys.shape[1]
+    part.units = 1
+    if not isinstance(keys, _blocks.Blocks):
+        part.keys = side_of(keys, keep)
+        part.values = side_of(values, keep)
+        if part.keys.tokens != part.values.tokens:
+            raise ValueError("segments must have keys and values of the same tokens.")
+        return part
+    if not isinstance(values, _blocks.Blocks) or keys.units != values.units:
+        raise ValueError("segments must have keys and values of the same tokens.")
+    part.key_pages = pages_of(keys, &part.keys, keep)
+    part.value_pages = pages_of(values, &part.values, keep)
+    keep += [keys.first, keys.count]
+    part.first = <const int64_t *> address(keys.first)
+    part.count = <const int64_t *> address(keys.count)
+    part.units = keys.units
+    return part
+
+
+cdef Py_ssize_t most_chunks(const Part *part) noexcept nogil:
+    return part.units if part.key_pages != NULL else part.keys.tokens // SPLIT + 1
+
+
+cdef Py_ssize_t cut_part(const Part *part, Py_ssize_t index, Chunk *chunks) noexcept nogil:
+    """Cut a segment into chunks at multiples of SPLIT tokens; exact arrays stay whole."""
+    cdef Py_ssize_t count = 0, unit
+    cdef int64_t at = 0, tokens = part.keys.tokens
+    cdef Chunk *chunk
+    if part.key_pages == NULL:
+        while at < tokens:
+            chunk = chunks + count
+            chunk.part = index
+            chunk.first_unit, chunk.last_unit = 0, 1
+            chunk.start = at
+            at = min(at + SPLIT, tokens) if part.keys.plan != NULL else tokens
+            chunk.stop = at
+            count += 1
+        return count
+    for unit in range(part.units):
+        at = part.first[unit]
+        chunk = chunks + count - 1
+        if count and chunk.start // SPLIT == at // SPLIT:
+            chunk.last_unit = unit + 1
+        else:
+            chunk = chunks + count
+            chunk.part = index
+            chunk.first_unit, chunk.last_unit = unit, unit + 1
+            chunk.start = at
+            count += 1
+        chunk.stop = at + part.count[unit]
+    return count
 
 
 def attend(q, segments, double scale, softcap, query_bits, probability_bits):
     """Attention of q (batch, q_heads, q_len, head_dim) over all segments under one softmax."""
-    cdef Part parts[8]
-    cdef Py_ssize_t count = len(segments), i
+    cdef Part parts[MOST_SEGMENTS]
+    cdef Py_ssize_t count = len(segments), i, tasks, index, pieces = 1
+    cdef Py_ssize_t thread_bytes, store_bytes = 0
+    cdef int threads
     cdef Options options
     cdef Shape shape
     cdef Work unused
-    shape.accumulators = 1
+    if count > MOST_SEGMENTS:
+        raise ValueError(f"segments must be at most {MOST_SEGMENTS}, but {count} were given.")
     options.scale = scale
     options.softcap = softcap or 0
     options.integer_query = query_bits is not None
     options.probability_bits = probability_bits or 0
-    if count > 8:
-        raise ValueError(f"segments must be at most 8, but {count} were given.")
     keep = []
+    shape.accumulators = 1
+    shape.chunks = 0
     for i in range(count):
-        keys, values, start, stop = segments[i]
-        start = np.ascontiguousarray(start, dtype=np.int64)
-        stop = np.ascontiguousarray(stop, dtype=np.int64)
-        keep += [start, stop]
-        parts[i].key_pages = pages_of(keys, &parts[i].keys, keep)
-        parts[i].value_pages = pages_of(values, &parts[i].values, keep)
-        parts[i].kv_heads = keys.shape[1]
-        if parts[i].key_pages.units != parts[i].value_pages.units:
-            raise ValueError("segments must have keys and values of the same tokens.")
-        parts[i].start = <const int64_t *> address(start)
-        parts[i].stop = <const int64_t *> address(stop)
-        parts[i].accumulator = 0
+        parts[i] = part_of(segments[i], keep)
+        shape.chunks += most_chunks(parts + i)
         if parts[i].values.plan != NULL:
             parts[i].accumulator = shape.accumulators
             shape.accumulators += 1
+    cdef uint8_t[::1] room = np.empty(max(1, shape.chunks) * sizeof(Chunk), dtype=np.uint8)
+    cdef Chunk *chunks = <Chunk *> &room[0]
+    shape.chunks = 0
+    for i in range(count):
+        shape.chunks += cut_part(parts + i, i, chunks + shape.chunks)
+    cdef int64_t seen = 0
+    for i in range(shape.chunks):
+        seen += chunks[i].stop - chunks[i].start
 
     shape.kv_heads = segments[0].keys.shape[1]
     shape.q_len = q.shape[2]
@@ -319,20 +540,34 @@ def attend(q, segments, double scale, softcap, query_bits, probability_bits):
     shape.each = max(1, min(shape.q_len, ROWS // shape.repeats))
     shape.slices = (shape.q_len + shape.each - 1) // shape.each
     shape.n = max(parts[0].keys.n, parts[0].values.n)
-    cdef Py_ssize_t tasks = q.shape[0] * shape.kv_heads * shape.slices, index
-    cdef Py_ssize_t thread_bytes = carve(NULL, &unused, shape.each * shape.repeats, shape.n,
-                                         shape.accumulators)
-    seen = sum(parts[i].keys.tokens for i in range(count))
-    cdef int threads = threads_for(tasks * shape.each * shape.repeats * seen)
+    tasks = q.shape[0] * shape.kv_heads * shape.slices
+    thread_bytes = carve(NULL, &unused, shape.each * shape.repeats, shape.n, shape.accumulators)
+    threads = threads_for(tasks * shape.each * shape.repeats * seen)
+    if threads > 1 and 0 < tasks < TASKS_A_THREAD * threads:
+        pieces = min(shape.chunks, (TASKS_A_THREAD * threads + tasks - 1) // tasks)
+    if pieces > 1:
+        carve_sums(NULL, &store_bytes, &unused.part, shape.each * shape.repeats, shape.n, 1)
 
     output = np.empty((*q.shape[:3], parts[0].values.n), dtype=np.float32)
     log_sum_exp = np.empty(q.shape[:3], dtype=np.float32)
     cdef uint8_t[::1] scratch = np.empty(threads * thread_bytes + 64, dtype=np.uint8)
+    cdef uint8_t[::1] stored = np.empty(tasks * shape.chunks * store_bytes + 64, dtype=np.uint8)
+    cdef char *store = aligned(stored, 0, 0)
     cdef const float *source = <const float *> address(q)
     cdef float *target = <float *> address(output)
     cdef float *target_lse = <float *> address(log_sum_exp)
-    for index in prange(tasks, nogil=True, num_threads=threads, schedule="dynamic"):
-        attend_task(source, parts, count, index, &shape, &options, target, target_lse,
+    if pieces <= 1:
+        for index in prange(tasks, nogil=True, num_threads=threads, schedule="dynamic"):
+            attend_task(source, parts, count, chunks, index, &shape, &options, target, target_lse,
+                        aligned(scratch, thread_bytes, threadid()))
+        return output, log_sum_exp
+    for index in prange(tasks * pieces, nogil=True, num_threads=threads, schedule="dynamic"):
+        attend_piece(source, parts, chunks, index // pieces,
+                     index % pieces * shape.chunks // pieces,
+                     (index % pieces + 1) * shape.chunks // pieces, &shape, &options, store,
+                     store_bytes, aligned(scratch, thread_bytes, threadid()))
+    for index in prange(tasks, nogil=True, num_threads=threads, schedule="static"):
+        fold_pieces(parts, count, chunks, index, &shape, store, store_bytes, target, target_lse,
                     aligned(scratch, thread_bytes, threadid()))
     return output, log_sum_exp
 

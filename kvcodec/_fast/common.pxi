@@ -42,6 +42,31 @@ cdef extern from "simd.h" nogil:
     void pack_octets(const uint8_t *codes, Py_ssize_t units, uint8_t *packed)
 
 
+cdef extern from "softmax.h" nogil:
+    void prefetch "__builtin_prefetch" (const void *p)
+    void look_up_levels(uint8_t *codes, Py_ssize_t n, const int8_t *table)
+    void float_dots(const float *token, const float *rows, Py_ssize_t stride, Py_ssize_t count,
+                    Py_ssize_t n, float *out, Py_ssize_t out_stride)
+    void add_scaled_tokens(const float *tokens, Py_ssize_t count, Py_ssize_t n,
+                           const float *weights, float *sums)
+    void products_of_sums(const int32_t *sums, const float *scale, float query_scale, float center,
+                          bint centered, float *s)
+    void finish_scores(float *s, float factor, float limit)
+    float probabilities_of_scores(float *s, float largest, float *lanes)
+    float probabilities_of_products(float *s, float factor, float limit, float largest,
+                                    float *lanes)
+    float probabilities_of_plain_sums(const int32_t *sums, const float *scale, float query_scale,
+                                      float factor, float limit, float largest, float *lanes,
+                                      float *p)
+    float probabilities_of_centered_sums(const int32_t *sums, const float *scale,
+                                         float query_scale, float center, float factor,
+                                         float limit, float largest, float *lanes, float *p)
+    float one_digit(const float *p, const float *scale, int bits, float least, int8_t *low,
+                    int32_t *low_sum)
+    float two_digits(const float *p, const float *scale, int bits, float least, int8_t *high,
+                     int8_t *low, int32_t *high_sum, int32_t *low_sum)
+
+
 cdef int threads_for(Py_ssize_t elements):
     """Threads for a call: one where it would end before a second had started."""
     return _backend.num_threads() if elements >= _backend.PARALLEL_FROM else 1
@@ -111,6 +136,30 @@ cdef inline float load_scale(const void *stored, Py_ssize_t index, bint bfloat16
     if bfloat16:
         return bits_to_float(<uint32_t> (<const uint16_t *> stored)[index] << 16)
     return (<const float *> stored)[index]
+
+
+cdef inline void widen_bfloat16(const uint16_t *x, Py_ssize_t n, float *out) noexcept nogil:
+    cdef uint32_t *bits = <uint32_t *> out
+    cdef Py_ssize_t i
+    for i in range(n):
+        bits[i] = <uint32_t> x[i] << 16
+
+
+cdef inline void load_row(const void *stored, Py_ssize_t index, Py_ssize_t n, bint bfloat16,
+                          float *out) noexcept nogil:
+    """Scales or zero points that lie side by side."""
+    if bfloat16:
+        widen_bfloat16(<const uint16_t *> stored + index, n, out)
+    else:
+        memcpy(out, <const float *> stored + index, n * sizeof(float))
+
+
+cdef inline void add_scaled_row(float *out, const float *x, float factor,
+                                Py_ssize_t n) noexcept nogil:
+    """out += factor * x."""
+    cdef Py_ssize_t i
+    for i in range(n):
+        out[i] = out[i] + factor * x[i]
 
 
 cdef inline void store_scale(void *stored, Py_ssize_t index, float scale,

@@ -25,6 +25,8 @@ cdef struct Plan:
     Py_ssize_t n
     Py_ssize_t row_bytes
     const int8_t *levels       # 2^width entries
+    const int8_t *table        # the same, NULL if they are code - 2^(width - 1)
+    bint values                # the side, which decides how tiles lie
     Book book
     const Rotation *rotation
 
@@ -49,8 +51,13 @@ cdef class CodecPlan:
         plan.n = n
         plan.row_bytes = (n * plan.width + 7) // 8
         levels = codec.levels(n)
-        self.levels = np.ascontiguousarray(np.resize(levels, 1 << plan.width))
+        # At least 16, which is what a byte shuffle looks up.
+        self.levels = np.ascontiguousarray(np.resize(levels, max(1 << plan.width, 16)))
         plan.levels = <const int8_t *> address(self.levels)
+        half = 1 << (plan.width - 1)
+        straight = np.arange(-half, half)
+        plan.table = NULL if np.array_equal(levels, straight) else plan.levels
+        plan.values = codec.side == "value"
         if plan.code == LLOYD_MAX:
             book = codec.codebook(n)
             make_book(&plan.book, book.levels, book.boundaries, book.step, codec.scale_rule)
@@ -68,10 +75,11 @@ def plan_for(codec, head_dim):
 
 
 cdef struct Side:
-    # Keys or values of one segment: an exact array, or the arrays of an Encoded.
+    # Keys or values of one segment: an exact array, the arrays of an Encoded, or a page.
     const float *exact
     const uint16_t *half       # exact tokens in bfloat16
-    const uint8_t *packed
+    const uint8_t *packed      # canonical rows, or tiles
+    Py_ssize_t tile_bytes      # 0 for canonical rows
     void *scale
     void *zero_point
     const int8_t *center_levels
@@ -106,20 +114,39 @@ cdef Side side_of(x, list keep):
     side.center_levels = <const int8_t *> address(x.center_levels)
     side.center_scale = address(x.center_scale)
     side.weights = <const float *> address(x.weights)
-    side.blocks = (side.tokens + plan.plan.block - 1) // plan.plan.block
-    side.token_groups = (side.tokens + plan.plan.group_size - 1) // plan.plan.group_size
+    count_groups(&side)
     return side
 
 
-cdef inline const float *exact_row(const Side *side, Py_ssize_t index,
-                                   float *row) noexcept nogil:
-    """An exact token; bfloat16 is turned into floats in `row`."""
-    cdef Py_ssize_t c
-    if side.half == NULL:
-        return side.exact + index * side.n
-    for c in range(side.n):
-        row[c] = bits_to_float(<uint32_t> side.half[index * side.n + c] << 16)
-    return row
+cdef void count_groups(Side *side) noexcept nogil:
+    side.blocks = (side.tokens + side.plan.block - 1) // side.plan.block
+    side.token_groups = (side.tokens + side.plan.group_size - 1) // side.plan.group_size
+
+
+cdef Side side_of_page(dict page, CodecPlan plan, Py_ssize_t n):
+    """The pointers of a page of Blocks, which must stay alive; weights are not in it."""
+    cdef Side side
+    memset(&side, 0, sizeof(Side))
+    side.n = n
+    if plan is None:
+        exact = page["exact"]
+        side.tokens = exact.shape[2]
+        if exact.dtype == np.uint16:
+            side.half = <const uint16_t *> address(exact)
+        else:
+            side.exact = <const float *> address(exact)
+        return side
+    packed = page["packed"]
+    side.tokens = packed.shape[2] * TILE
+    side.tile_bytes = packed.shape[3]
+    side.plan = &plan.plan
+    side.packed = <const uint8_t *> address(packed)
+    side.scale = <void *> address(page["scale"])
+    side.zero_point = <void *> address(page.get("zero_point"))
+    side.center_levels = <const int8_t *> address(page.get("center_levels"))
+    side.center_scale = address(page.get("center_scale"))
+    count_groups(&side)
+    return side
 
 
 cdef inline void rotate_row(float *x, const Plan *plan, float *scratch) noexcept nogil:

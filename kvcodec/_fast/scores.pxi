@@ -1,12 +1,13 @@
 # Scores. A query loses a power of two, is weighted and rotated like the keys and rounded to int8,
-# once for a segment. The keys of a tile of 64 tokens are unpacked to int8 levels in the first-
-# level cache, once for all query rows of a task; a score is an integer dot product and two
-# multiplications. A block's center adds an integer product with the query in 15 bits; groups of
-# tokens (KIVI) fold their scales into the query and round it again for each group.
+# once for a segment. The codes of a tile of 64 tokens are read once for all query rows of a task;
+# a score is an integer sum (dot.h) and two multiplications. A block's center adds an integer
+# product with the query in 15 bits; groups of tokens (KIVI) fold their scales into the query and
+# round it again for each group. Exact tokens, and all tokens if the query stays in floats, are
+# brought to float32 in the cache and multiplied in 16 lanes of fused multiply-adds.
 
 cdef enum:
-    TILE = 64
     CENTER_QUERY_LIMIT = 16383
+    DEPTH = 32                 # rows of integers are filled up to whole chunks of any width
 
 cdef float SATURATION = 8.507059173023462e37            # 2^126
 cdef float SMALLEST_TILE_WEIGHT = 1.925929944387236e-34  # 2^-112
@@ -19,54 +20,93 @@ cdef struct Options:
     int probability_bits       # 0 for floating point
 
 
+cdef struct Sums:
+    # Running softmax of the rows over some tokens; what it weighs is scaled like exp(-largest).
+    float *largest             # (rows): maximum of the scores
+    double *sum                # (rows): sum of the probabilities
+    float *lanes               # (rows, 16): the same while tiles are added, in 16 lanes
+    float *values              # (accumulators, rows, n)
+
+
 cdef struct Work:
     # Scratch of one thread; rows is the most query rows of a task, n the largest head_dim.
     Py_ssize_t n
+    Py_ssize_t depth           # n up to a multiple of DEPTH
     float *query               # (rows, n): without its power of two
     float *rotated             # (rows, n): weighted and rotated like the keys
     float *factor              # (rows): turns products into scores
-    int8_t *rounded            # (rows, n)
+    int8_t *rounded            # (rows, depth)
     float *rounded_scale       # (rows)
+    int32_t *rounded_sum       # (rows)
     int16_t *center_query      # (rows, n)
     float *center_query_scale  # (rows)
-    int8_t *levels             # (TILE, n): of keys, then of values
-    float *scores              # (rows, TILE): scores, then probabilities
+    uint8_t *tile              # a tile that had to be laid out
+    uint8_t *codes             # (TILE, n)
+    float *tokens              # (TILE, n): exact or dequantized
+    float *scale               # (TILE): of the tokens of a tile, the sign telling what is centered
+    float *scores              # (rows, TILE): products, then probabilities
+    float *center              # (rows): products with the center of the tile
+    bint in_sums               # whether the products are to be taken from the sums
+    int32_t *sums              # (2 * rows, TILE): of a tile
     float *weights             # (TILE)
-    uint8_t *high              # (TILE): the upper 7 bits of the rounded weights
-    uint8_t *low               # (TILE): the lower 7 bits
-    int32_t *total             # (n)
-    float *folded              # (n): query times the scales of a group
+    int8_t *digits             # (2 * rows, TILE): rounded weights, first their upper 7 bits
+    int32_t *digit_sum         # (2 * rows)
+    float *step                # (rows): of the rounded weights
+    float *row                 # (n)
     float *middle              # (n): midpoints of a group
-    int8_t *folded_rounded     # (n)
-    float *largest             # (rows): running maximum of the scores
-    double *sum                # (rows): running sum of the probabilities
-    float *accumulator         # (accumulators, rows, n)
+    int8_t *folded             # (rows, depth): query times the scales of a group
+    float *folded_scale        # (rows)
+    int32_t *folded_sum        # (rows)
+    float *offset              # (rows)
+    Sums part
+    Sums total
+    Py_ssize_t keys_ahead      # bytes from a tile to the next, which is fetched meanwhile
+    Py_ssize_t values_ahead
+
+
+cdef void carve_sums(char *base, Py_ssize_t *at, Sums *sums, Py_ssize_t rows, Py_ssize_t n,
+                     Py_ssize_t accumulators) noexcept nogil:
+    sums.largest = <float *> take(base, at, rows * 4)
+    sums.sum = <double *> take(base, at, rows * 8)
+    sums.lanes = <float *> take(base, at, rows * 16 * 4)
+    sums.values = <float *> take(base, at, accumulators * rows * n * 4)
 
 
 cdef Py_ssize_t carve(char *base, Work *work, Py_ssize_t rows, Py_ssize_t n,
                       Py_ssize_t accumulators) noexcept nogil:
     """Lay the arrays of a thread's scratch out from base; returns the bytes they need."""
-    cdef Py_ssize_t at = 0
+    cdef Py_ssize_t at = 0, depth = (n + DEPTH - 1) // DEPTH * DEPTH
     work.n = n
+    work.depth = depth
+    work.keys_ahead = 0
+    work.values_ahead = 0
     work.query = <float *> take(base, &at, rows * n * 4)
     work.rotated = <float *> take(base, &at, rows * n * 4)
     work.factor = <float *> take(base, &at, rows * 4)
-    work.rounded = <int8_t *> take(base, &at, rows * n)
+    work.rounded = <int8_t *> take(base, &at, rows * depth)
     work.rounded_scale = <float *> take(base, &at, rows * 4)
+    work.rounded_sum = <int32_t *> take(base, &at, rows * 4)
     work.center_query = <int16_t *> take(base, &at, rows * n * 2)
     work.center_query_scale = <float *> take(base, &at, rows * 4)
-    work.levels = <int8_t *> take(base, &at, TILE * n)
+    work.tile = <uint8_t *> take(base, &at, TILE * depth)
+    work.codes = <uint8_t *> take(base, &at, TILE * n)
+    work.tokens = <float *> take(base, &at, TILE * n * 4)
+    work.scale = <float *> take(base, &at, TILE * 4)
     work.scores = <float *> take(base, &at, rows * TILE * 4)
+    work.center = <float *> take(base, &at, rows * 4)
+    work.sums = <int32_t *> take(base, &at, 2 * rows * TILE * 4)
     work.weights = <float *> take(base, &at, TILE * 4)
-    work.high = <uint8_t *> take(base, &at, TILE)
-    work.low = <uint8_t *> take(base, &at, TILE)
-    work.total = <int32_t *> take(base, &at, n * 4)
-    work.folded = <float *> take(base, &at, n * 4)
+    work.digits = <int8_t *> take(base, &at, 2 * rows * TILE)
+    work.digit_sum = <int32_t *> take(base, &at, 2 * rows * 4)
+    work.step = <float *> take(base, &at, rows * 4)
+    work.row = <float *> take(base, &at, n * 4)
     work.middle = <float *> take(base, &at, n * 4)
-    work.folded_rounded = <int8_t *> take(base, &at, n)
-    work.largest = <float *> take(base, &at, rows * 4)
-    work.sum = <double *> take(base, &at, rows * 8)
-    work.accumulator = <float *> take(base, &at, accumulators * rows * n * 4)
+    work.folded = <int8_t *> take(base, &at, rows * depth)
+    work.folded_scale = <float *> take(base, &at, rows * 4)
+    work.folded_sum = <int32_t *> take(base, &at, rows * 4)
+    work.offset = <float *> take(base, &at, rows * 4)
+    carve_sums(base, &at, &work.part, rows, n, 1)
+    carve_sums(base, &at, &work.total, rows, n, accumulators)
     return at
 
 
@@ -100,6 +140,23 @@ cdef inline float round_row(const float *q, Py_ssize_t n, float largest,
     return scale
 
 
+cdef inline int32_t sum_of_bytes(const int8_t *x, Py_ssize_t n) noexcept nogil:
+    cdef int32_t total = 0
+    cdef Py_ssize_t i
+    for i in range(n):
+        total = total + x[i]
+    return total
+
+
+cdef inline float round_query_row(const float *q, Py_ssize_t n, Py_ssize_t depth, int8_t *out,
+                                  int32_t *total) noexcept nogil:
+    """int8 of a query, filled up with zeros, and their sum; returns their scale."""
+    cdef float scale = symmetric_row(q, n, 8, False, out)
+    memset(out + n, 0, depth - n)
+    total[0] = sum_of_bytes(out, n)
+    return scale
+
+
 cdef inline void prepare_row(const float *q, const Side *keys, Py_ssize_t kv_head, Py_ssize_t row,
                              const Options *options, Work *work) noexcept nogil:
     """Bring one query into the domain of a segment's keys and round it."""
@@ -112,31 +169,88 @@ cdef inline void prepare_row(const float *q, const Side *keys, Py_ssize_t kv_hea
         return
     for c in range(n):
         rotated[c] = query[c] / keys.weights[kv_head * n + c] if keys.weights != NULL else query[c]
-    rotate_row(rotated, plan, work.folded)
+    rotate_row(rotated, plan, work.row)
     if options.integer_query:
         if not plan.by_token:
-            work.rounded_scale[row] = symmetric_row(rotated, n, 8, False,
-                                                    work.rounded + row * work.n)
+            work.rounded_scale[row] = round_query_row(
+                rotated, n, work.depth, work.rounded + row * work.depth, work.rounded_sum + row)
         if plan.center:
             work.center_query_scale[row] = round_row(query, n, CENTER_QUERY_LIMIT,
                                                      work.center_query + row * work.n)
 
 
-cdef inline void unpack_tile(const Side *side, Py_ssize_t head, Py_ssize_t first,
-                             Py_ssize_t tokens, int8_t *levels) noexcept nogil:
+cdef inline const uint8_t *tile_at(const Side *side, Py_ssize_t head, Py_ssize_t first,
+                                   Py_ssize_t tokens, Work *work) noexcept nogil:
+    """The tile that begins at a token; canonical rows are laid out as one."""
     cdef const Plan *plan = side.plan
     cdef Py_ssize_t t
+    if side.tile_bytes:
+        return side.packed + (head * (side.tokens // TILE) + first // TILE) * side.tile_bytes
     for t in range(tokens):
         unpack_row(side.packed + (head * side.tokens + first + t) * plan.row_bytes, plan.n,
-                   plan.width, plan.levels, levels + t * plan.n)
+                   plan.width, CODES, <int8_t *> work.codes + t * plan.n)
+    pack_tile(work.codes, tokens, plan.n, plan.width, plan.values, work.tile)
+    return work.tile
 
 
-cdef inline float float_product(const float *q, const int8_t *levels, float *scratch,
-                                Py_ssize_t n) noexcept nogil:
-    cdef Py_ssize_t c
+cdef inline void dequantize_row(const Side *side, Py_ssize_t head, Py_ssize_t t, uint8_t *codes,
+                                float *out) noexcept nogil:
+    """A token from its codes, which are overwritten; rotated and without its center."""
+    cdef const Plan *plan = side.plan
+    cdef Py_ssize_t n = plan.n, c, at = head * side.tokens + t, group, size = plan.group_size
+    cdef const int8_t *levels = <const int8_t *> codes
+    cdef uint8_t half = 1 << (plan.width - 1)
+    cdef float scale, zero
+    if plan.code == ASYMMETRIC:
+        if plan.by_token:
+            at = (head * side.token_groups + t // size) * n
+            for c in range(n):
+                scale = load_scale(side.scale, at + c, plan.bfloat16)
+                out[c] = load_scale(side.zero_point, at + c, plan.bfloat16) + codes[c] * scale
+            return
+        for group in range(plan.groups):
+            scale = load_scale(side.scale, at * plan.groups + group, plan.bfloat16)
+            zero = load_scale(side.zero_point, at * plan.groups + group, plan.bfloat16)
+            for c in range(group * size, min((group + 1) * size, n)):
+                out[c] = zero + codes[c] * scale
+        return
+    scale = fabsf(load_scale(side.scale, at, plan.bfloat16))
+    if plan.table != NULL:
+        look_up_levels(codes, n, plan.table)
+    else:
+        for c in range(n):
+            codes[c] = codes[c] - half
     for c in range(n):
-        scratch[c] = levels[c]
-    return dot_16(q, scratch, n)
+        out[c] = levels[c] * scale
+
+
+cdef inline void dequantize_tile(const Side *side, Py_ssize_t head, Py_ssize_t first,
+                                 Py_ssize_t tokens, Work *work) noexcept nogil:
+    """Write the tokens of a tile to work.tokens, rotated and without their center."""
+    cdef const Plan *plan = side.plan
+    cdef Py_ssize_t n = plan.n, t, at
+    if side.tile_bytes:
+        unpack_tile(tile_at(side, head, first, tokens, work), tokens, n, plan.width, plan.values,
+                    work.codes)
+    for t in range(tokens):
+        at = head * side.tokens + first + t
+        if not side.tile_bytes:
+            unpack_row(side.packed + at * plan.row_bytes, n, plan.width, CODES,
+                       <int8_t *> work.codes + t * n)
+        dequantize_row(side, head, first + t, work.codes + t * n, work.tokens + t * n)
+
+
+cdef inline const float *floats_at(const Side *side, Py_ssize_t head, Py_ssize_t first,
+                                   Py_ssize_t tokens, Work *work) noexcept nogil:
+    """The tokens of a tile as float32 (tokens, n)."""
+    cdef Py_ssize_t at = (head * side.tokens + first) * side.n
+    if side.exact != NULL:
+        return side.exact + at
+    if side.half != NULL:
+        widen_bfloat16(side.half + at, tokens * side.n, work.tokens)
+    else:
+        dequantize_tile(side, head, first, tokens, work)
+    return work.tokens
 
 
 cdef inline int32_t center_dot(const int16_t *q, const int8_t *center,
@@ -151,102 +265,162 @@ cdef inline int32_t center_dot(const int16_t *q, const int8_t *center,
 cdef inline float center_product(const Side *keys, Py_ssize_t block, Py_ssize_t row,
                                  const Options *options, Work *work) noexcept nogil:
     """q . c of a block."""
-    cdef Py_ssize_t n = keys.n
+    cdef Py_ssize_t n = keys.n, c
     cdef const int8_t *center = keys.center_levels + block * n
     cdef float scale = load_scale(keys.center_scale, block, keys.plan.bfloat16)
     if options.integer_query:
         return (center_dot(work.center_query + row * work.n, center, n) * scale
                 * work.center_query_scale[row])
-    return float_product(work.query + row * work.n, center, work.folded, n) * scale
+    for c in range(n):
+        work.row[c] = center[c]
+    return dot_16(work.query + row * work.n, work.row, n) * scale
 
 
-cdef inline void products_per_token(const Side *keys, Py_ssize_t head, Py_ssize_t first,
-                                    Py_ssize_t tokens, Py_ssize_t rows, const Options *options,
-                                    Work *work) noexcept nogil:
-    cdef Py_ssize_t n = keys.n, row, t
-    cdef float scale
+cdef inline void add_where_centered(float *s, const float *scale, float product,
+                                    Py_ssize_t tokens) noexcept nogil:
+    cdef const int32_t *sign = <const int32_t *> scale
+    cdef Py_ssize_t t
     for t in range(tokens):
-        scale = fabsf(load_scale(keys.scale, head * keys.tokens + first + t, keys.plan.bfloat16))
-        for row in range(rows):
-            if options.integer_query:
-                work.scores[row * TILE + t] = (
-                    dot_int8(work.rounded + row * work.n, work.levels + t * n, n) * scale
-                    * work.rounded_scale[row])
-            else:
-                work.scores[row * TILE + t] = float_product(
-                    work.rotated + row * work.n, work.levels + t * n, work.folded, n) * scale
+        s[t] = s[t] + product if sign[t] >= 0 else s[t]
 
 
-cdef inline void products_per_group(const Side *keys, Py_ssize_t head, Py_ssize_t first,
-                                    Py_ssize_t tokens, Py_ssize_t rows, const Options *options,
-                                    Work *work) noexcept nogil:
-    """Products with keys that have a scale and a zero point for each channel."""
+cdef inline void add_centers(const Side *keys, Py_ssize_t head, Py_ssize_t first,
+                             Py_ssize_t tokens, Py_ssize_t rows, const Options *options,
+                             Work *work) noexcept nogil:
+    """Add q . c to the products with tokens that are centered."""
     cdef const Plan *plan = keys.plan
-    cdef Py_ssize_t n = keys.n, row, t = 0, u, stop, c, at
-    cdef float half = 1 << (plan.bits - 1)
-    cdef float offset, scale
-    cdef const float *q
+    cdef Py_ssize_t t = 0, stop, block, row
+    cdef float product
     while t < tokens:
-        at = (first + t) // plan.group_size
-        stop = (at + 1) * plan.group_size - first
-        stop = stop if stop < tokens else tokens
-        at = (head * keys.token_groups + at) * n
-        for c in range(n):
-            work.middle[c] = (load_scale(keys.zero_point, at + c, plan.bfloat16)
-                              + half * load_scale(keys.scale, at + c, plan.bfloat16))
+        block = (first + t) // plan.block
+        stop = min((block + 1) * plan.block - first, tokens)
         for row in range(rows):
-            q = work.rotated + row * work.n
-            offset = dot_16(q, work.middle, n)
-            for c in range(n):
-                work.folded[c] = q[c] * load_scale(keys.scale, at + c, plan.bfloat16)
-            if options.integer_query:
-                scale = symmetric_row(work.folded, n, 8, False, work.folded_rounded)
-                for u in range(t, stop):
-                    work.scores[row * TILE + u] = (
-                        dot_int8(work.folded_rounded, work.levels + u * n, n) * scale + offset)
+            product = center_product(keys, head * keys.blocks + block, row, options, work)
+            if stop - t == TILE:
+                add_where_centered(work.scores + row * TILE, work.scale, product, TILE)
             else:
-                for u in range(t, stop):
-                    work.scores[row * TILE + u] = float_product(
-                        work.folded, work.levels + u * n, <float *> work.total, n) + offset
+                add_where_centered(work.scores + row * TILE + t, work.scale + t, product, stop - t)
         t = stop
 
 
-cdef inline void score_tile(const Side *keys, Py_ssize_t head, Py_ssize_t first, Py_ssize_t tokens,
-                            Py_ssize_t rows, const Options *options, Work *work) noexcept nogil:
-    """Scores of the prepared rows with up to TILE tokens, before softcap and mask."""
-    cdef Py_ssize_t n = keys.n, row, t, u, block, stop
-    cdef float product
-    cdef float *s
-    cdef const float *key
-    if keys.plan == NULL:
-        for t in range(tokens):
-            key = exact_row(keys, head * keys.tokens + first + t, work.folded)
-            for row in range(rows):
-                work.scores[row * TILE + t] = dot_16(work.query + row * work.n, key, n)
+cdef inline void load_scales(const Side *side, Py_ssize_t at, Py_ssize_t tokens,
+                             float *scale) noexcept nogil:
+    """The scales of a tile that has one a token."""
+    memset(scale + tokens, 0, (TILE - tokens) * sizeof(float))
+    if not side.plan.bfloat16:
+        memcpy(scale, <const float *> side.scale + at, tokens * sizeof(float))
+    elif tokens == TILE:
+        widen_bfloat16(<const uint16_t *> side.scale + at, TILE, scale)
     else:
-        unpack_tile(keys, head, first, tokens, work.levels)
-        if keys.plan.by_token:
-            products_per_group(keys, head, first, tokens, rows, options, work)
-        else:
-            products_per_token(keys, head, first, tokens, rows, options, work)
-        if keys.plan.center:
-            t = 0
-            while t < tokens:
-                block = (first + t) // keys.plan.block
-                stop = (block + 1) * keys.plan.block - first
-                stop = stop if stop < tokens else tokens
-                for row in range(rows):
-                    product = center_product(keys, head * keys.blocks + block, row, options, work)
-                    for u in range(t, stop):
-                        if is_centered(keys, head * keys.tokens + first + u):
-                            work.scores[row * TILE + u] = work.scores[row * TILE + u] + product
-                t = stop
+        widen_bfloat16(<const uint16_t *> side.scale + at, tokens, scale)
+
+
+cdef inline void products_per_token(const Side *keys, const uint8_t *tile, Py_ssize_t head,
+                                    Py_ssize_t first, Py_ssize_t tokens, Py_ssize_t rows,
+                                    const Options *options, Work *work) noexcept nogil:
+    cdef const Plan *plan = keys.plan
+    cdef bint one_center = plan.center and plan.block % TILE == 0
+    cdef Py_ssize_t row, block = head * keys.blocks + first // plan.block
+    dot_lanes(tile, TILE // GROUP, TILE // GROUP, chunks_of(plan.n, plan.width), plan.width,
+              plan.table, work.rounded, work.depth, work.rounded_sum, False, rows, work.sums, TILE,
+              work.keys_ahead)
+    work.in_sums = one_center or not plan.center
     for row in range(rows):
-        s = work.scores + row * TILE
+        if one_center:
+            work.center[row] = center_product(keys, block, row, options, work)
+        elif plan.center:
+            products_of_row(plan, row, work)
+    if not work.in_sums:
+        add_centers(keys, head, first, tokens, rows, options, work)
+
+
+cdef inline void products_of_row(const Plan *plan, Py_ssize_t row, Work *work) noexcept nogil:
+    """Turn integer sums into products."""
+    products_of_sums(work.sums + row * TILE, work.scale, work.rounded_scale[row],
+                     work.center[row], work.in_sums and plan.center, work.scores + row * TILE)
+
+
+cdef inline void multiply_rows(const float *a, const float *b, Py_ssize_t n,
+                               float *out) noexcept nogil:
+    cdef Py_ssize_t c
+    for c in range(n):
+        out[c] = a[c] * b[c]
+
+
+cdef inline void fold_group(const Side *keys, Py_ssize_t at, Py_ssize_t rows,
+                            Work *work) noexcept nogil:
+    """Move the channel scales of a group of tokens into the queries; round them again."""
+    cdef const Plan *plan = keys.plan
+    cdef Py_ssize_t n = plan.n, row
+    cdef float *scale = work.tokens
+    cdef const float *q
+    load_row(keys.scale, at, n, plan.bfloat16, scale)
+    load_row(keys.zero_point, at, n, plan.bfloat16, work.middle)
+    add_scaled_row(work.middle, scale, 1 << (plan.bits - 1), n)
+    for row in range(rows):
+        q = work.rotated + row * work.n
+        work.offset[row] = dot_16(q, work.middle, n)
+        multiply_rows(q, scale, n, work.row)
+        work.folded_scale[row] = round_query_row(
+            work.row, n, work.depth, work.folded + row * work.depth, work.folded_sum + row)
+
+
+cdef inline void scale_sums(const int32_t *sums, float scale, float offset, Py_ssize_t count,
+                            float *out) noexcept nogil:
+    cdef Py_ssize_t i
+    for i in range(count):
+        out[i] = sums[i] * scale + offset
+
+
+cdef inline void products_per_group(const Side *keys, const uint8_t *tile, Py_ssize_t head,
+                                    Py_ssize_t first, Py_ssize_t tokens, Py_ssize_t rows,
+                                    Work *work) noexcept nogil:
+    """Products with keys that have a scale and a zero point for each channel."""
+    cdef const Plan *plan = keys.plan
+    cdef Py_ssize_t t = 0, stop, group, row, lanes, start
+    cdef Py_ssize_t vectors = chunk_vectors(plan.width) * TILE
+    while t < tokens:
+        group = (first + t) // plan.group_size
+        stop = min((group + 1) * plan.group_size - first, tokens)
+        fold_group(keys, (head * keys.token_groups + group) * plan.n, rows, work)
+        start = t // GROUP
+        lanes = groups_of(stop) - start
+        dot_lanes(tile + start * vectors, TILE // GROUP, lanes, chunks_of(plan.n, plan.width),
+                  plan.width, plan.table, work.folded, work.depth, work.folded_sum, False, rows,
+                  work.sums, TILE, work.keys_ahead)
+        for row in range(rows):
+            scale_sums(work.sums + row * TILE + t - start * GROUP, work.folded_scale[row],
+                       work.offset[row], stop - t, work.scores + row * TILE + t)
+        t = stop
+
+
+cdef inline void multiply_tile(const Side *keys, Py_ssize_t head, Py_ssize_t first,
+                               Py_ssize_t tokens, Py_ssize_t rows, const Options *options,
+                               Work *work) noexcept nogil:
+    """Multiply the prepared rows with the tokens of a tile.
+
+    The products, which times work.factor are scores, are left in work.scores or, if work.in_sums
+    is set, to be taken from work.sums.
+    """
+    cdef Py_ssize_t t, n = keys.n
+    cdef const Plan *plan = keys.plan
+    cdef const float *token
+    work.in_sums = False
+    if plan != NULL and not plan.by_token:
+        load_scales(keys, head * keys.tokens + first, tokens, work.scale)
+    if plan == NULL or not options.integer_query:
+        token = floats_at(keys, head, first, tokens, work)
         for t in range(tokens):
-            product = s[t] * work.factor[row]
-            product = product if product < SATURATION else SATURATION
-            s[t] = product if product > -SATURATION else -SATURATION
+            float_dots(token + t * n, work.query if plan == NULL else work.rotated, work.n, rows,
+                       n, work.scores + t, TILE)
+        if plan != NULL and plan.center:
+            add_centers(keys, head, first, tokens, rows, options, work)
+    elif plan.by_token:
+        products_per_group(keys, tile_at(keys, head, first, tokens, work), head, first, tokens,
+                           rows, work)
+    else:
+        products_per_token(keys, tile_at(keys, head, first, tokens, work), head, first, tokens,
+                           rows, options, work)
 
 
 cdef void score_row(const float *q, const Side *keys, Py_ssize_t head, const Options *options,
@@ -259,7 +433,10 @@ cdef void score_row(const float *q, const Side *keys, Py_ssize_t head, const Opt
     for tile in range((keys.tokens + TILE - 1) // TILE):
         first = tile * TILE
         tokens = min(<Py_ssize_t> TILE, keys.tokens - first)
-        score_tile(keys, head, first, tokens, 1, options, &work)
+        multiply_tile(keys, head, first, tokens, 1, options, &work)
+        if work.in_sums:
+            products_of_row(keys.plan, 0, &work)
+        finish_scores(work.scores, work.factor[0], SATURATION)
         memcpy(out + first, work.scores, tokens * sizeof(float))
 
 

@@ -1,106 +1,112 @@
 # Value sums. The weights of a tile of 64 tokens are rounded to integers of 7 bits, or of two 7-bit
-# digits, relative to the largest; the int8 levels of the values, unpacked once for all query rows,
-# are summed as integers with a lane for each channel, and go into the float accumulator once a
-# tile.
+# digits, relative to the largest of their row; the codes of the values are read once for all query
+# rows, their levels are summed as integers (dot.h), and the sums go into the float accumulators
+# once a tile. Exact values, and all values if the probabilities stay in floats, are added up token
+# by token with fused multiply-adds.
 
-cdef inline float round_tile(Py_ssize_t tokens, int bits, Work *work) noexcept nogil:
-    """Round the weights of a tile to two 7-bit digits; returns the step, 0 if nothing is left."""
-    cdef float top = (1 << bits) - 1, largest = 0, inverse
-    cdef int32_t u
-    cdef Py_ssize_t t
-    largest = largest_magnitude(work.weights, tokens)
-    if largest < SMALLEST_TILE_WEIGHT:
-        return 0
-    inverse = top / largest
-    for t in range(tokens):
-        u = <int32_t> round_even(work.weights[t] * inverse)
-        work.high[t] = u >> 7
-        work.low[t] = u & 127
-    return largest / top
-
-
-cdef inline void sum_levels(const int8_t *levels, const uint8_t *digits, Py_ssize_t tokens,
-                            Py_ssize_t stride, Py_ssize_t n, int32_t *total) noexcept nogil:
-    """total += sum over the tokens of digit * level."""
-    cdef Py_ssize_t t, c
-    cdef int16_t digit
-    for t in range(tokens):
-        digit = digits[t]
-        if digit != 0:
-            for c in range(n):
-                total[c] = total[c] + <int16_t> (digit * <int16_t> levels[t * stride + c])
-
-
-cdef inline void add_integer_values(const Side *values, Py_ssize_t head, Py_ssize_t first,
-                                    Py_ssize_t tokens, const float *p, float *accumulator,
-                                    int bits, Work *work) noexcept nogil:
-    """accumulator += sum_t p_t v_t by integer sums, for each group of channels."""
+cdef inline void round_rows(const Side *values, Py_ssize_t at, Py_ssize_t tokens, Py_ssize_t group,
+                            Py_ssize_t rows, int bits, Work *work) noexcept nogil:
+    """Round probabilities times the scales of a group of channels, for all rows."""
     cdef const Plan *plan = values.plan
-    cdef Py_ssize_t n = plan.n, group, start, size, t, c, at = head * values.tokens + first
-    cdef float half = 1 << (plan.bits - 1), step, scale, offset
-    cdef float middle[TILE]
-    for group in range(plan.groups):
-        start = group * plan.group_size
-        size = plan.group_size if start + plan.group_size < n else n - start
+    cdef Py_ssize_t row, t
+    cdef int8_t *digits
+    cdef const float *p
+    if plan.groups == 1:
+        load_scales(values, at, tokens, work.scale)
+    else:
+        memset(work.scale, 0, TILE * sizeof(float))
         for t in range(tokens):
-            scale = load_scale(values.scale, (at + t) * plan.groups + group, plan.bfloat16)
-            work.weights[t] = p[t] * scale
-            if plan.code == ASYMMETRIC:
-                middle[t] = load_scale(values.zero_point, (at + t) * plan.groups + group,
-                                       plan.bfloat16) + half * scale
-        step = round_tile(tokens, bits, work)
-        if step > 0:
-            memset(work.total, 0, size * sizeof(int32_t))
-            if bits > 7:
-                sum_levels(work.levels + start, work.high, tokens, n, size, work.total)
-                for c in range(size):
-                    work.total[c] = work.total[c] * 128
-            sum_levels(work.levels + start, work.low, tokens, n, size, work.total)
-            for c in range(size):
-                accumulator[start + c] = accumulator[start + c] + work.total[c] * step
-        if plan.code == ASYMMETRIC:
-            offset = dot_16(p, middle, tokens)
-            for c in range(size):
-                accumulator[start + c] = accumulator[start + c] + offset
-
-
-cdef inline void add_float_values(const Side *values, Py_ssize_t head, Py_ssize_t first,
-                                  Py_ssize_t tokens, const float *p, float *accumulator,
-                                  Work *work) noexcept nogil:
-    """accumulator += sum_t p_t v_t in floating point, from exact or packed values."""
-    cdef const Plan *plan = values.plan
-    cdef Py_ssize_t n = values.n, t, c, g, at
-    cdef const float *v
-    cdef float weight, offset, half
-    for t in range(tokens):
-        at = head * values.tokens + first + t
-        if p[t] == 0:
-            continue
-        if plan == NULL:
-            v = exact_row(values, at, work.folded)
-            for c in range(n):
-                accumulator[c] = accumulator[c] + p[t] * v[c]
-        elif plan.code != ASYMMETRIC:
-            weight = p[t] * load_scale(values.scale, at, plan.bfloat16)
-            for c in range(n):
-                accumulator[c] = accumulator[c] + weight * work.levels[t * n + c]
+            work.scale[t] = load_scale(values.scale, (at + t) * plan.groups + group, plan.bfloat16)
+    for row in range(rows):
+        p = work.scores + row * TILE
+        digits = work.digits + row * TILE
+        if bits > 7:
+            work.step[row] = two_digits(p, work.scale, bits, SMALLEST_TILE_WEIGHT, digits,
+                                        digits + rows * TILE, work.digit_sum + row,
+                                        work.digit_sum + rows + row)
         else:
-            half = 1 << (plan.bits - 1)
-            for c in range(n):
-                g = at * plan.groups + c // plan.group_size
-                weight = load_scale(values.scale, g, plan.bfloat16)
-                offset = load_scale(values.zero_point, g, plan.bfloat16)
-                accumulator[c] = accumulator[c] + p[t] * (
-                    offset + (work.levels[t * n + c] + half) * weight)
+            work.step[row] = one_digit(p, work.scale, bits, SMALLEST_TILE_WEIGHT, digits,
+                                       work.digit_sum + row)
+
+
+cdef inline void add_scaled_ints(float *out, const int32_t *x, float step,
+                                 Py_ssize_t n) noexcept nogil:
+    cdef Py_ssize_t c
+    for c in range(n):
+        out[c] = out[c] + x[c] * step
+
+
+cdef inline void add_scaled_digits(float *out, const int32_t *high, const int32_t *low, float step,
+                                   Py_ssize_t n) noexcept nogil:
+    cdef Py_ssize_t c
+    for c in range(n):
+        out[c] = out[c] + (high[c] * 128 + low[c]) * step
+
+
+cdef inline void add_integer_values(const Side *values, const uint8_t *tile, Py_ssize_t start,
+                                    Py_ssize_t stop, Py_ssize_t rows, int bits, float *sums,
+                                    Work *work) noexcept nogil:
+    """sums += step * (digits . levels) for the channels start <= c < stop, 64 at a time."""
+    cdef const Plan *plan = values.plan
+    cdef Py_ssize_t groups = groups_of(plan.n), vectors = chunk_vectors(plan.width) * TILE
+    cdef Py_ssize_t lane = start // GROUP * GROUP, row, first, last
+    cdef Py_ssize_t digits = 2 if bits > 7 else 1
+    cdef const int32_t *total
+    cdef float *target
+    while lane < stop:
+        dot_lanes(tile + lane // GROUP * vectors, groups,
+                  min(<Py_ssize_t> TILE // GROUP, groups_of(stop) - lane // GROUP),
+                  chunks_of(TILE, plan.width), plan.width, plan.table, work.digits, TILE,
+                  work.digit_sum, True, digits * rows, work.sums, TILE, work.values_ahead)
+        first = max(start, lane)
+        last = min(stop, lane + TILE)
+        for row in range(rows):
+            target = sums + row * work.n + first
+            total = work.sums + row * TILE + first - lane
+            if bits > 7:
+                add_scaled_digits(target, total, total + rows * TILE, work.step[row], last - first)
+            else:
+                add_scaled_ints(target, total, work.step[row], last - first)
+        lane += TILE
+
+
+cdef inline void add_midpoints(const Side *values, Py_ssize_t at, Py_ssize_t tokens,
+                               Py_ssize_t group, Py_ssize_t start, Py_ssize_t stop,
+                               Py_ssize_t rows, float *sums, Work *work) noexcept nogil:
+    """Add what the midpoints of a group of channels weigh; its scales lie in work.scale."""
+    cdef const Plan *plan = values.plan
+    cdef Py_ssize_t row, t, c
+    cdef float half = 1 << (plan.bits - 1), offset
+    for t in range(tokens):
+        work.weights[t] = half * work.scale[t] + load_scale(
+            values.zero_point, (at + t) * plan.groups + group, plan.bfloat16)
+    for row in range(rows):
+        offset = dot_16(work.scores + row * TILE, work.weights, tokens)
+        for c in range(start, stop):
+            sums[row * work.n + c] = sums[row * work.n + c] + offset
 
 
 cdef inline void add_values(const Side *values, Py_ssize_t head, Py_ssize_t first,
-                            Py_ssize_t tokens, const float *p, float *accumulator, int bits,
+                            Py_ssize_t tokens, Py_ssize_t rows, int bits, float *sums,
                             Work *work) noexcept nogil:
-    if values.plan == NULL or bits == 0:
-        add_float_values(values, head, first, tokens, p, accumulator, work)
-    else:
-        add_integer_values(values, head, first, tokens, p, accumulator, bits, work)
+    """sums (rows, n) += sum_t p_t v_t, with the probabilities p of a tile in work.scores."""
+    cdef const Plan *plan = values.plan
+    cdef Py_ssize_t n = values.n, row, group, start, stop, at = head * values.tokens + first
+    cdef const uint8_t *tile
+    cdef const float *token
+    if plan == NULL or bits == 0:
+        token = floats_at(values, head, first, tokens, work)
+        for row in range(rows):
+            add_scaled_tokens(token, tokens, n, work.scores + row * TILE, sums + row * work.n)
+        return
+    tile = tile_at(values, head, first, tokens, work)
+    for group in range(plan.groups):
+        start = group * plan.group_size
+        stop = min(start + plan.group_size, n)
+        round_rows(values, at, tokens, group, rows, bits, work)
+        add_integer_values(values, tile, start, stop, rows, bits, sums, work)
+        if plan.code == ASYMMETRIC:
+            add_midpoints(values, at, tokens, group, start, stop, rows, sums, work)
 
 
 cdef void value_row(const float *p, const Side *values, Py_ssize_t head, int bits, float *out,
@@ -112,9 +118,9 @@ cdef void value_row(const float *p, const Side *values, Py_ssize_t head, int bit
     for tile in range((values.tokens + TILE - 1) // TILE):
         first = tile * TILE
         tokens = min(<Py_ssize_t> TILE, values.tokens - first)
-        if values.plan != NULL:
-            unpack_tile(values, head, first, tokens, work.levels)
-        add_values(values, head, first, tokens, p + first, out, bits, &work)
+        memset(work.scores, 0, TILE * sizeof(float))
+        memcpy(work.scores, p + first, tokens * sizeof(float))
+        add_values(values, head, first, tokens, 1, bits, out, &work)
 
 
 def value_sums(probabilities, values, probability_bits):

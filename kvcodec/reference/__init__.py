@@ -3,7 +3,8 @@
 The functions take clean arrays (float32, right shape) and hold only the algorithm; the public
 functions of the package check what they are given and then call these, or their twins of the same
 name in the compiled fast path. Read in this order: `_numbers`, `fwht`, `srht`, `symmetric`, `kivi`,
-`codebook_solver`, `lloyd_max`, `packing`, `center`, `equalize`, `encode`, `attention`, `window`.
+`codebook_solver`, `lloyd_max`, `packing`, `center`, `equalize`, `encode`, `tiles`, `attention`,
+`window`.
 """
 
 from kvcodec.reference.attention import attend, merge, scores, value_sums
@@ -16,6 +17,7 @@ from kvcodec.reference.lloyd_max import dequantize_lloyd_max, quantize_lloyd_max
 from kvcodec.reference.packing import pack, unpack
 from kvcodec.reference.srht import inverse_srht, srht
 from kvcodec.reference.symmetric import dequantize_symmetric, quantize_symmetric
+from kvcodec.reference.tiles import read_tiles, write_tiles
 
 __all__ = [
     "attend",
@@ -34,8 +36,10 @@ __all__ = [
     "quantize_asymmetric",
     "quantize_lloyd_max",
     "quantize_symmetric",
+    "read_tiles",
     "scores",
     "srht",
     "unpack",
     "value_sums",
+    "write_tiles",
 ]
