@@ -341,7 +341,7 @@ class Sequence:
     def can_attend(self, queries: int) -> bool:
         """Whether all that the newest queries saw is still there."""
         sinks, window = self.layer.sinks, self.layer.window
-        if window is None or not queries:
+        if window is None or not queries or self.end <= sinks:
             return True
         first = self.number_of(self.length - queries + 1) - 1
         return max(max(first, sinks) + 1 - window, sinks + self.evicted) >= self.released

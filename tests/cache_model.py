@@ -146,6 +146,14 @@ class Row:
         kept = [*range(self.rules.sinks), *range(self.rules.sinks + self.evicted, self.end)]
         return np.array(kept[: self.length][self.length - count :], dtype=np.int64)
 
+    def holds_what_was_seen(self, count):
+        """Whether a ring still holds what the newest tokens saw after the sinks."""
+        rules = self.rules
+        body = [int(number) for number in self.newest(count) if number >= rules.sinks]
+        if rules.window is None or not body:
+            return True
+        return max(body[0] + 1 - rules.window, rules.sinks + self.evicted) >= self.gone
+
     def can_crop(self, length):
         """Whether a ring still holds what the next query would see after a crop."""
         rules, number = self.rules, self.number_of(length)
@@ -290,7 +298,7 @@ class Model:
     def can_attend(self, layer, lengths):
         """Whether the layer holds what so many queries of each row need."""
         return all(
-            count <= row.length and (not count or row.can_crop(row.length - count))
+            count <= row.length and row.holds_what_was_seen(count)
             for row, count in zip(self.rows[layer], lengths, strict=True)
         )
 

@@ -402,3 +402,13 @@ def test_queries_after_an_eviction_are_those_of_the_tokens_that_are_left():
     np.testing.assert_allclose(cache.attend(0, q[:, :, kept]), expected[0], atol=2e-6)
     with pytest.raises(ValueError, match="at most as many queries as there are tokens, 10"):
         cache.attend(0, q[:, :, :11])
+
+
+def test_a_ring_refuses_the_first_query_after_the_sinks_once_its_tokens_are_gone():
+    cache = small_cache("int8", window=1, recent=1)
+    q, k, v = sequence(40 + PAGE_UNITS * 64)
+    cache.append(0, k, v)
+    assert cache._sequences[0][0].released > 4
+    with pytest.raises(ValueError, match="saw only what is still there"):
+        cache.attend(0, q[:, :, 4:])
+    assert cache.attend(0, q[:, :, -1:]).shape[2] == 1
