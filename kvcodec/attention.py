@@ -34,17 +34,15 @@ class AttentionResult(NamedTuple):
 
 def check_query_bits(value: int | None) -> int | None:
     """8 bits, or None for floating point."""
-    return None if value is None else _validate.choice(value, "query_bits", (8,))
+    return None if value is None else _validate.choice(value, "query_bits", (None, 8))
 
 
 def check_probability_bits(value: int | str | None, value_bits: int) -> int | None:
     """7 bits, or 14 for 8-bit codes of the values, unless chosen."""
     if value is None:
         return None
-    if isinstance(value, str):
-        _validate.choice(value, "probability_bits", ("auto", 7, 14))
-        return 14 if value_bits == 8 else 7
-    return _validate.choice(value, "probability_bits", (7, 14))
+    _validate.choice(value, "probability_bits", (None, "auto", 7, 14))
+    return (14 if value_bits == 8 else 7) if isinstance(value, str) else int(value)
 
 
 def _bits(values: NDArray[np.float32] | Encoded) -> int:

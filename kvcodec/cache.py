@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import html
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Several
-from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -22,7 +21,7 @@ from kvcodec.attention import (
     softmax_scale,
 )
 from kvcodec.blocks import PAGE_UNITS, STORED_AS, TILE
-from kvcodec.codec import Codec, codec
+from kvcodec.codec import PRESETS, Codec, codec
 from kvcodec.sequence import Layer, Sequence
 
 __all__ = ["KVCache"]
@@ -55,15 +54,17 @@ class KVCache:
         Newest tokens that stay exact.
     block : int, default 64
         Tokens that are packed at a time: a divisor or a multiple of 64, and a multiple of every
-        codec's groups of tokens. 1 packs token by token, for codecs that do not center.
+        codec's groups of tokens; a `Codec` must be made with the same. 1 packs token by token,
+        neither centered nor equalized, which costs accuracy.
     rollback : int, default 0
         A crop to at most so many tokens below the longest length that a sequence has had leaves
         exactly what a fresh cache of the remaining tokens would hold; exact values are kept for it.
     batch : int, default 1
         Sequences.
     max_tokens : int, optional
-        Reserve memory for so many tokens a sequence (in ring mode for those that it can hold at a
-        time), at most 2^24, and raise when more come, evicted ones not counted.
+        Reserve packed memory for so many tokens a sequence (in ring mode for those that it can hold
+        at a time), at most 2^24, and raise when more come. Evicted tokens do not count; those that
+        have left a ring do, so leave it out to decode without end.
     window : int, optional
         Ring mode: a query sees the sinks, itself and the ``window - 1`` tokens before; pages that
         no query can see any more are given back, or used again where they were reserved, and
@@ -180,11 +181,35 @@ class KVCache:
 
     @property
     def seq_length(self) -> int:
-        """Tokens of the longest sequence, evicted ones not counted."""
+        """Tokens of the longest sequence; evicted ones do not count, those out of a ring do."""
         return int(self.seq_lengths.max())
 
     def __len__(self) -> int:
         return self.seq_length
+
+    def __bool__(self) -> bool:
+        return True  # an empty cache is a cache
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The arguments that make an empty cache like this one: ``KVCache(**cache.config)``."""
+        first = self._layers[0]
+        sizes = {
+            "num_kv_heads": [layer.kv_heads for layer in self._layers],
+            "head_dim": [layer.key_dim for layer in self._layers],
+            "value_head_dim": [layer.value_dim for layer in self._layers],
+            "key": {index: layer.key for index, layer in enumerate(self._layers)},
+            "value": {index: layer.value for index, layer in enumerate(self._layers)},
+        }
+        shared = ("sinks", "recent", "block", "rollback", "window", "exact_dtype")
+        own = ("max_tokens", "query_bits", "probability_bits", "backend")
+        return {
+            "num_layers": self.num_layers,
+            **sizes,
+            **{name: getattr(first, name) for name in shared},
+            "batch": self.batch,
+            **{name: getattr(self, f"_{name}") for name in own},
+        }
 
     @property
     def capacity(self) -> int | None:
@@ -226,6 +251,8 @@ class KVCache:
     def keys(self, layer: int) -> Floats:
         """Decoded keys as the next query would see them, for inspection.
 
+        In ring mode these are fewer than `seq_length`.
+
         Parameters
         ----------
         layer : int
@@ -251,6 +278,8 @@ class KVCache:
 
     def values(self, layer: int) -> Floats:
         """Decoded values as the next query would see them, for inspection.
+
+        In ring mode these are fewer than `seq_length`.
 
         Parameters
         ----------
@@ -282,6 +311,8 @@ class KVCache:
     ) -> None:
         """Add tokens to a layer.
 
+        Keys are not equalized if no queries of the first tokens are given: see `append_attend`.
+
         Parameters
         ----------
         layer : int
@@ -292,7 +323,7 @@ class KVCache:
             Values.
         lengths : array_like of int, shape (batch,), optional
             For a batch that is padded on the left: how many tokens of each row, from the right, are
-            real.
+            real; the others may hold anything. Give the same for every layer.
 
         Raises
         ------
@@ -379,7 +410,7 @@ class KVCache:
         1.0
         """
         rows = self._rows(layer)
-        q = self._queries(layer, q)
+        q = self._queries(layer, q, lengths)
         options = self._options(q, scale, softcap, window)
         causal = _validate.boolean(causal, "causal")
         check_window(window, causal)
@@ -389,9 +420,7 @@ class KVCache:
         kernels = self._kernels()
         results = []
         for index, (row, tokens) in enumerate(zip(rows, real, strict=True)):
-            positions = row.newest(tokens)
-            body_end = np.full_like(positions, row.packed_end)
-            segments = row.segments(positions, body_end, causal, window)
+            segments = row.segments(tokens, row.packed_end, 0, causal, window, kernels)
             results.append(self._attend(_last(tokens, index, q)[0], segments, options, kernels))
         return _stacked(results, q.shape, self._layers[layer].value_dim, return_lse)
 
@@ -457,7 +486,7 @@ class KVCache:
         (1, 2, 10, 64)
         """
         rows = self._rows(layer)
-        q = self._queries(layer, q)
+        q = self._queries(layer, q, lengths)
         k, v, real = self._new_tokens(layer, k, v, lengths)
         if q.shape[2] != k.shape[2]:
             raise ValueError(
@@ -472,10 +501,9 @@ class KVCache:
                 query, *new = _last(tokens, index, q, k, v)
                 end, packed_end = row.end, row.packed_end
                 row.append(*new, query, kernels)
-                positions = np.arange(end, row.end, dtype=np.int64)
-                exact_from = end if exact_prefill else None
-                body_end = row.body_ends(packed_end, positions, exact_from)
-                segments = row.segments(positions, body_end, True, window)
+                seen_exactly = max(end - packed_end, 0) if exact_prefill else row.end
+                most_blocks = seen_exactly // row.layer.block
+                segments = row.segments(tokens, packed_end, most_blocks, True, window, kernels)
                 results.append(self._attend(query, segments, options, kernels))
                 row.trim()
             return _stacked(results, q.shape, self._layers[layer].value_dim, return_lse)
@@ -494,13 +522,15 @@ class KVCache:
         ----------
         length : int or array_like of int, shape (batch,)
             Tokens to keep, of all sequences or of each; a negative number is how many to drop from
-            the end of each.
+            the end of each. **0 keeps none**: where there may be nothing to drop, say how many to
+            keep, as in the example.
 
         Raises
         ------
         ValueError
-            If the longest sequence has fewer tokens, or a sequence has fewer than are to be
-            dropped, or in ring mode if tokens that a query would see are gone.
+            If the longest sequence (of several numbers, the sequence itself) has fewer tokens, or a
+            sequence has fewer than are to be dropped, or in ring mode if tokens that a query would
+            see are gone.
 
         Examples
         --------
@@ -509,6 +539,8 @@ class KVCache:
         >>> cache = kv.KVCache(1, 2, 64)
         >>> cache.append(0, np.ones((1, 2, 10, 64)), np.ones((1, 2, 10, 64)))
         >>> cache.crop(-3)
+        >>> rejected = 0
+        >>> cache.crop(len(cache) - rejected)
         >>> len(cache)
         7
         """
@@ -646,6 +678,8 @@ class KVCache:
     def copy(self) -> KVCache:
         """A cache that continues on its own; the packed pages are shared until written to.
 
+        `memory` of either counts the shared pages.
+
         Returns
         -------
         KVCache
@@ -668,6 +702,8 @@ class KVCache:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the cache to a safetensors file, as a whole or not at all.
+
+        Pages that rows share are written for each row.
 
         Parameters
         ----------
@@ -770,7 +806,7 @@ class KVCache:
                 f"but {given!r} was given."
             )
         return [
-            _validate.integer(one, name, int(low), int(high))
+            _validate.integer(int(one), name, int(low), int(high))
             for one, (low, high) in zip(array, ranges, strict=True)
         ]
 
@@ -804,7 +840,7 @@ class KVCache:
     ) -> tuple[Floats, Floats, list[int]]:
         """Checked keys and values, and how many tokens of each row are real."""
         about = self._layers[layer]
-        k, v = _validate.kv_array(k, "k"), _validate.kv_array(v, "v")
+        k, v = self._tokens(k, "k", lengths), self._tokens(v, "v", lengths)
         shape = (self.batch, about.kv_heads, k.shape[2])
         _validate.shaped(k, "k", (*shape, about.key_dim))
         _validate.shaped(v, "v", (*shape, about.value_dim))
@@ -818,9 +854,21 @@ class KVCache:
                     )
         return k, v, real
 
-    def _queries(self, layer: int, q: ArrayLike) -> Floats:
+    def _tokens(self, x: ArrayLike, name: str, lengths: ArrayLike | None) -> Floats:
+        """A checked array of tokens; what is padding by `lengths` is not looked at."""
+        if lengths is None:
+            return _validate.kv_array(x, name)
+        x = _validate.as_array(x, name)
+        if x.ndim == 4 and x.shape[0] == self.batch:
+            real = self._lengths(lengths, x.shape[2])
+            x = x.copy()
+            for row, tokens in zip(x, real, strict=True):
+                row[:, : x.shape[2] - tokens] = 0
+        return _validate.kv_array(x, name)
+
+    def _queries(self, layer: int, q: ArrayLike, lengths: ArrayLike | None) -> Floats:
         about = self._layers[layer]
-        q = _validate.kv_array(q, "q")
+        q = self._tokens(q, "q", lengths)
         _validate.query_heads(q, (self.batch, about.kv_heads, 0, about.key_dim))
         return q
 
@@ -861,10 +909,12 @@ class KVCache:
 
     def __repr__(self) -> str:
         layers = f"{self.num_layers} layer{'s' if self.num_layers > 1 else ''}"
+        shortest = int(self.seq_lengths.min())
+        tokens = f"{shortest} to {self.seq_length}" if shortest < len(self) else str(len(self))
         memory = self.memory()
         ratio = f", {100 / memory['ratio']:.0f}% of fp16" if memory["fp16"] else ""
         return (
-            f"<KVCache of {self.seq_length} tokens: {layers}, batch {self.batch}, "
+            f"<KVCache of {tokens} tokens: {layers}, batch {self.batch}, "
             f"{self._names('key')} keys{self._equalized()}, {self._names('value')} values, "
             f"{memory['total']:,} bytes{ratio}>"
         )
@@ -961,7 +1011,7 @@ def _settled(choice: CodecChoice, side: str, block: int, dim: int) -> Codec | No
     if choice is None:
         return None
     if isinstance(choice, str):
-        choice = codec(choice, block=block)
+        choice = codec(_validate.choice(choice, side, (*PRESETS, None)), block=block)
     elif not isinstance(choice, Codec):
         raise TypeError(f"{side} must be the name of a preset, a Codec or None, but is {choice!r}.")
     elif choice.block != block:
@@ -1010,16 +1060,19 @@ def _memory_of(layer: Layer, rows: list[Sequence], counted: set[int]) -> dict[st
     return {"total": total, "fp16": fp16, "ratio": _ratio(fp16, total), **sides}
 
 
-@contextmanager
-def _all_or_nothing(rows: list[Sequence]) -> Iterator[None]:
+class _all_or_nothing:
     """Take what was done to these rows back if the block is not completed."""
-    marked = [row.mark() for row in rows]
-    try:
-        yield
-    except BaseException:
-        for row, mark in zip(rows, marked, strict=True):
-            row.undo(mark)
-        raise
+
+    def __init__(self, rows: list[Sequence]) -> None:
+        self.marked = [(row, row.mark()) for row in rows]
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            for row, mark in self.marked:
+                row.undo(mark)
 
 
 def _last(tokens: int, row: int, *arrays: Floats) -> list[Floats]:

@@ -180,11 +180,16 @@ class Sequence:
 
         Tokens are only ever written behind the end, or to new buffers.
         """
-        parts = (self, self.sinks, self.tail, self.keys, self.values)
-        return [
-            (part, {name: list(x) if isinstance(x, list) else x for name, x in vars(part).items()})
-            for part in parts
-        ]
+        keys, values = self.keys, self.values
+        state = vars(self).copy()
+        state["energy"] = self.energy.copy()
+        marked = [(self, state), (self.sinks, vars(self.sinks).copy())]
+        marked.append((self.tail, vars(self.tail).copy()))
+        for blocks in (keys, values):
+            state = vars(blocks).copy()
+            state["pages"], state["shared"] = blocks.pages.copy(), blocks.shared.copy()
+            marked.append((blocks, state))
+        return marked
 
     def undo(self, marked: list[tuple[Any, dict[str, Any]]]) -> None:
         """Be again what the sequence was when it was marked."""
@@ -277,55 +282,38 @@ class Sequence:
 
     def segments(
         self,
-        positions: NDArray[np.int64],
-        body_end: NDArray[np.int64],
+        tokens: int,
+        packed_end: int,
+        most_blocks: int,
         causal: bool,
         window: int | None,
+        kernels: ModuleType,
     ) -> list[Segment]:
-        """Sinks, body and tail with what the queries at these token numbers see of them."""
-        layer = self.layer
-        stop = positions + 1 if causal else np.full_like(positions, self.end)
-        oldest = np.zeros_like(positions) if window is None else positions + 1 - window
-        ring = np.full_like(positions, layer.sinks + self.evicted)
-        if layer.window is not None:
-            ring = np.maximum(ring, positions + 1 - layer.window)
-        start = np.maximum(oldest, ring)
-        base = self.tail.base
-        return [
-            Segment(
-                self.sinks.k,
-                self.sinks.v,
-                np.maximum(oldest, 0)[None],
-                np.minimum(stop, self.sinks.end)[None],
-            ),
-            Segment(self.keys, self.values, start[None], np.minimum(stop, body_end)[None]),
-            Segment(
-                self.tail.k,
-                self.tail.v,
-                (np.maximum(start, body_end) - base)[None],
-                (stop - base)[None],
-            ),
-        ]
+        """Sinks, body and tail with what the newest queries see of them.
 
-    def body_ends(
-        self, packed_end: int, positions: NDArray[np.int64], exact_from: int | None
-    ) -> NDArray[np.int64]:
-        """Where the body ended for each query of a chunk, from the state before the chunk.
-
-        With `exact_from` the tokens from that number on count as exact.
+        The body ended at `packed_end` before their tokens came, and they may have packed up to
+        `most_blocks` more.
         """
-        block = self.layer.block
-        ready = (positions + 1 - self.layer.recent - packed_end) // block
-        if exact_from is not None:
-            ready = np.minimum(ready, max(exact_from - packed_end, 0) // block)
-        return packed_end + np.maximum(ready, 0) * block
-
-    def newest(self, tokens: int) -> NDArray[np.int64]:
-        """Numbers of the newest tokens; they jump over those that were evicted."""
-        positions = np.arange(self.end - tokens, self.end, dtype=np.int64)
-        return np.where(
-            positions < self.layer.sinks + self.evicted, positions - self.evicted, positions
+        layer, tail = self.layer, self.tail
+        ranges = kernels.cache_ranges(
+            tokens,
+            self.end,
+            layer.sinks,
+            self.evicted,
+            packed_end,
+            most_blocks,
+            layer.recent,
+            layer.block,
+            causal,
+            window or 0,
+            layer.window or 0,
+            tail.base,
         )
+        return [
+            Segment(self.sinks.k, self.sinks.v, ranges[0, 0], ranges[0, 1]),
+            Segment(self.keys, self.values, ranges[1, 0], ranges[1, 1]),
+            Segment(tail.k, tail.v, ranges[2, 0], ranges[2, 1]),
+        ]
 
     def number_of(self, length: int) -> int:
         """Number after the last token when the sequence is cut to this length."""

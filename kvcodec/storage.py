@@ -121,7 +121,7 @@ def _replaceable(path: str | os.PathLike[str]) -> Path:
     """Where to write, checked before any work."""
     place = _as_path(path).resolve()
     if place.exists() and not place.is_file():
-        raise OSError(f"path must be a file that can be replaced, but {path} is none.")
+        raise OSError(f"path must be a file that can be replaced, but {str(path)!r} is none.")
     if not place.parent.is_dir():
         raise FileNotFoundError(
             f"path must be in a folder that exists, but that of {path} does not."
@@ -230,7 +230,7 @@ def _readable(path: str | os.PathLike[str]) -> Path:
     """A file that can be opened."""
     place = _as_path(path)
     if place.exists() and not place.is_file():
-        raise OSError(f"path must be a file, but {path} is none.")
+        raise OSError(f"path must be a file, but {str(path)!r} is none.")
     with open(place, "rb"):  # the system says best why it cannot be opened
         return place
 

@@ -206,3 +206,26 @@ def test_no_tokens_change_nothing():
     assert cache.append_attend(0, *part((q, k, v), 0, 0)).shape == (1, 4, 0, 32)
     cache.append(0, *part((k, v), 0, 0))
     assert_same_bits(state(cache), before)
+
+
+@pytest.mark.parametrize("padding", [np.nan, np.inf])
+def test_padding_may_hold_anything(padding):
+    lengths = [9, 3]
+    clean = sequence(9, batch=2)
+    filled = [x.copy() for x in clean]
+    for x in filled:
+        x[1, :, :6] = padding
+    one, other = small_cache(batch=2), small_cache(batch=2)
+    expected = one.append_attend(0, *clean, lengths=lengths)
+    assert_same_bits(other.append_attend(0, *filled, lengths=lengths), expected)
+    assert_same_bits(state(other), state(one))
+    assert np.isnan(filled[0][1, 0, 0, 0]) or np.isinf(filled[0][1, 0, 0, 0])
+    with pytest.raises(ValueError, match="q must hold finite values"):
+        other.append_attend(0, *filled)
+
+
+def test_a_wrong_preset_names_the_side():
+    with pytest.raises(ValueError, match=r"key must be one of int8, .*, None, but 'fp16'"):
+        kv.KVCache(1, 2, 64, key="fp16")
+    with pytest.raises(ValueError, match="value must be one of"):
+        kv.KVCache(2, 2, 64, value={0: "int4", 1: "int5"})

@@ -181,3 +181,20 @@ def test_exact_tokens_in_bfloat16_take_half_the_room_and_are_those_of_rounded_in
         assert ours["sinks"] * 2 == theirs["sinks"]
         assert ours["tail"] * 2 == theirs["tail"]
     assert ("bfloat16 keys" in repr(half)) == (name is None)
+
+
+def test_the_config_makes_a_cache_like_it():
+    cache = kv.KVCache(
+        2, [1, 2], [32, 64], {0: "int4", 1: None}, "lm3", recent=20, window=50, rollback=3
+    )
+    like = kv.KVCache(**cache.config)
+    assert like._layers == cache._layers
+    assert like.config == cache.config
+    assert like.config["window"] == 50
+
+
+def test_an_empty_cache_is_true_and_rows_of_different_length_show():
+    cache = small_cache(batch=2)
+    assert cache
+    cache.append(0, *sequence(9, batch=2)[1:], lengths=[9, 3])
+    assert "of 3 to 9 tokens" in repr(cache)

@@ -421,6 +421,38 @@ def write_and_read(width, side):
     return call
 
 
+@st.composite
+def numbers_of_a_cache(draw):
+    """Numbers that a sequence of a cache and its newest queries may have."""
+
+    def number(low, high):
+        return draw(st.integers(low, high))
+
+    sinks, recent = number(0, 4), number(0, 70)
+    block = draw(st.sampled_from((1, 16, 64)))
+    end, evicted = number(0, 400), 0
+    if end > sinks:
+        evicted = number(0, end - sinks)
+    count = number(0, end - evicted)
+    packed_end = sinks + number(0, max(end - sinks, 0) // block) * block
+    limits = [draw(st.sampled_from((0, 1, 30, 1000))) for _ in range(2)]
+    base = number(0, max(packed_end, sinks))
+    blocks = number(0, 9)
+    return (
+        count,
+        end,
+        sinks,
+        evicted,
+        packed_end,
+        blocks,
+        recent,
+        block,
+        draw(st.booleans()),
+        *limits,
+        base,
+    )
+
+
 TABLE = [
     *(Case(f"fwht {n}", ("fwht",), st.tuples(vectors(n)), kv.fwht) for n in ORDERS),
     *(Case(f"srht {n}", ("srht",), st.tuples(vectors(n), seeds), kv.srht) for n in ORDERS),
@@ -486,6 +518,12 @@ TABLE = [
             ),
         )
         for group, residual in ((5, 0), (32, 33))
+    ),
+    Case(
+        "cache_ranges",
+        ("cache_ranges",),
+        numbers_of_a_cache(),
+        lambda *numbers: twin("cache_ranges")(*numbers),
     ),
     *(
         Case(

@@ -304,14 +304,17 @@ REFUSED = [
         lambda: kv.attention(QUERIES, KEYS, KEYS, causal=True, window=0),
         "window must be a whole number from 1",
     ),
-    (lambda: kv.attention(QUERIES, KEYS, KEYS, query_bits=4), "query_bits must be one of 8, but 4"),
+    (
+        lambda: kv.attention(QUERIES, KEYS, KEYS, query_bits=4),
+        "query_bits must be one of None, 8, but 4",
+    ),
     (
         lambda: kv.attention(QUERIES, KEYS, KEYS, probability_bits=8),
         "probability_bits must be one of .*7, 14",
     ),
     (
         lambda: kv.attention(QUERIES, KEYS, KEYS, probability_bits="all"),
-        "probability_bits must be one of auto, 7, 14",
+        "probability_bits must be one of None, auto, 7, 14",
     ),
     (
         lambda: kv.attention(KEYS, KEYS[:, :, :3], KEYS[:, :, :3], causal=True),
@@ -330,7 +333,7 @@ REFUSED = [
         "positions must lie from 0",
     ),
     (lambda: kv.scores(QUERIES, PACKED_VALUES), "k must be encoded with side='key'"),
-    (lambda: kv.scores(QUERIES, KEYS, query_bits=7), "query_bits must be one of 8"),
+    (lambda: kv.scores(QUERIES, KEYS, query_bits=7), "query_bits must be one of None, 8"),
     (lambda: kv.merge_attention([], []), "log_sum_exps must have as many parts as outputs"),
     (lambda: kv.merge_attention([VECTORS], [ONES, ONES]), "log_sum_exps must have as many parts"),
     (

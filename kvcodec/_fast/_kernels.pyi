@@ -1,7 +1,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from numpy import float32, float64, int8, uint8
+from numpy import float32, float64, int8, int64, uint8
 from numpy.typing import NDArray
 
 from kvcodec._segment import Segment
@@ -60,6 +60,20 @@ def attend(
     query_bits: int | None,
     probability_bits: int | None,
 ) -> tuple[NDArray[float32], NDArray[float32]]: ...
+def cache_ranges(
+    count: int,
+    end: int,
+    sinks: int,
+    evicted: int,
+    packed_end: int,
+    most_blocks: int,
+    recent: int,
+    block: int,
+    causal: bool,
+    window: int,
+    ring: int,
+    tail_base: int,
+) -> NDArray[int64]: ...
 def scores(
     q: NDArray[float32], keys: NDArray[float32] | Encoded, scale: float, query_bits: int | None
 ) -> NDArray[float32]: ...

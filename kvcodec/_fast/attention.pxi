@@ -69,6 +69,7 @@ cdef struct Task:
     Py_ssize_t rows
     Py_ssize_t q_len
     Py_ssize_t prepared        # the segment that the queries are prepared for, or -1
+    int used                   # a bit for each accumulator that something was added to
 
 
 cdef struct Unit:
@@ -302,8 +303,9 @@ cdef inline void fold(const Sums *part, Py_ssize_t accumulator, Py_ssize_t accum
             target[c] = target[c] + source[c] * factor
 
 
-cdef inline void finish_row(const Part *parts, Py_ssize_t count, Py_ssize_t row, Py_ssize_t rows,
-                            float *output, float *log_sum_exp, Work *work) noexcept nogil:
+cdef inline void finish_row(const Part *parts, Py_ssize_t count, int used, Py_ssize_t row,
+                            Py_ssize_t rows, float *output, float *log_sum_exp,
+                            Work *work) noexcept nogil:
     """Rotate the accumulators of a row back, add them up and divide by the sum."""
     cdef Py_ssize_t n = parts[0].values.n, c, i
     cdef Sums *total = &work.total
@@ -315,7 +317,7 @@ cdef inline void finish_row(const Part *parts, Py_ssize_t count, Py_ssize_t row,
         return
     memcpy(output, total.values + row * work.n, n * sizeof(float))
     for i in range(count):
-        if parts[i].accumulator > 0:
+        if parts[i].accumulator > 0 and used >> parts[i].accumulator & 1:
             accumulator = total.values + (parts[i].accumulator * rows + row) * work.n
             unrotate_row(accumulator, parts[i].values.plan, work.row)
             for c in range(n):
@@ -336,6 +338,7 @@ cdef inline Task task_of(Py_ssize_t index, const Shape *shape) noexcept nogil:
     task.rows = task.positions * task.repeats
     task.q_len = shape.q_len
     task.prepared = -1
+    task.used = 0
     return task
 
 
@@ -344,8 +347,8 @@ cdef inline void finish_task(const Part *parts, Py_ssize_t count, const Task *ta
     cdef Py_ssize_t row, i
     for row in range(task.rows):
         i = query_index(task, row)
-        finish_row(parts, count, row, task.rows, output + i * parts[0].values.n, log_sum_exp + i,
-                   work)
+        finish_row(parts, count, task.used, row, task.rows, output + i * parts[0].values.n,
+                   log_sum_exp + i, work)
 
 
 cdef void attend_task(const float *q, const Part *parts, Py_ssize_t count, const Chunk *chunks,
@@ -359,6 +362,7 @@ cdef void attend_task(const float *q, const Part *parts, Py_ssize_t count, const
     clear_sums(&work.total, task.rows, work.n, shape.accumulators)
     for i in range(shape.chunks):
         if attend_chunk(q, parts, chunks + i, &task, options, &work):
+            task.used |= 1 << parts[chunks[i].part].accumulator
             fold(&work.part, parts[chunks[i].part].accumulator, shape.accumulators, task.rows,
                  work.n, &work.total)
     finish_task(parts, count, &task, output, log_sum_exp, &work)
@@ -394,28 +398,31 @@ cdef void fold_pieces(const Part *parts, Py_ssize_t count, const Chunk *chunks, 
         at = 0
         carve_sums(store + (index * shape.chunks + i) * store_bytes, &at, &work.part,
                    shape.each * shape.repeats, shape.n, 1)
+        task.used |= 1 << parts[chunks[i].part].accumulator
         fold(&work.part, parts[chunks[i].part].accumulator, shape.accumulators, task.rows,
              work.n, &work.total)
     finish_task(parts, count, &task, output, log_sum_exp, &work)
 
 
+LEVEL = __name__               # tables of the SIMD levels point to plans of their own
+
+
 cdef class PageTable:
     """The pages of a Blocks as plain C; the Blocks drops it when its pages change."""
     cdef Side *sides
-    cdef list keep
+    cdef CodecPlan plan
+    cdef list pages
 
     def __cinit__(self, blocks):
         cdef Py_ssize_t i
-        cdef CodecPlan plan = None
-        self.keep = list(blocks.pages)
+        self.pages = list(blocks.pages)
         if blocks.codec is not None:
-            plan = plan_for(blocks.codec, blocks.head_dim)
-            self.keep.append(plan)
-        self.sides = <Side *> malloc(max(1, len(blocks.pages)) * sizeof(Side))
+            self.plan = plan_for(blocks.codec, blocks.head_dim)
+        self.sides = <Side *> malloc(max(1, len(self.pages)) * sizeof(Side))
         if self.sides == NULL:
             raise MemoryError
-        for i in range(len(blocks.pages)):
-            self.sides[i] = side_of_page(blocks.pages[i], plan, blocks.head_dim)
+        for i in range(len(self.pages)):
+            self.sides[i] = side_of_page(self.pages[i], self.plan, blocks.head_dim)
 
     def __dealloc__(self):
         free(self.sides)
@@ -423,18 +430,19 @@ cdef class PageTable:
 
 cdef const Side *pages_of(x, Side *side, list keep):
     """The pages of a Blocks; fills what all of them have in common."""
-    cdef PageTable table = x.tables.get(__name__)
-    cdef CodecPlan plan
+    cdef dict tables = x.tables
+    cdef PageTable table = tables.get(LEVEL)
     if table is None:
-        table = x.tables[__name__] = PageTable(x)
-    keep.append(table)
+        table = tables[LEVEL] = PageTable(x)
     memset(side, 0, sizeof(Side))
     side.n = x.head_dim
-    if x.codec is not None:
-        plan = plan_for(x.codec, x.head_dim)
-        keep.append(plan)
-        side.plan = &plan.plan
-        side.weights = <const float *> address(x.weights)
+    if table.plan is not None:
+        weights = x.weights
+        keep += (table, weights)
+        side.plan = &table.plan.plan
+        side.weights = <const float *> address(weights)
+    else:
+        keep.append(table)
     return table.sides
 
 
@@ -443,14 +451,11 @@ cdef Part part_of(segment, list keep):
     cdef Part part
     keys, values, start, stop = segment
     memset(&part, 0, sizeof(Part))
-    start = np.ascontiguousarray(start, dtype=np.int64)
-    stop = np.ascontiguousarray(stop, dtype=np.int64)
-    keep += [start, stop]
     part.start = <const int64_t *> address(start)
     part.stop = <const int64_t *> address(stop)
-    part.kv_heads = keys.shape[1]
     part.units = 1
     if not isinstance(keys, _blocks.Blocks):
+        part.kv_heads = keys.shape[1]
         part.keys = side_of(keys, keep)
         part.values = side_of(values, keep)
         if part.keys.tokens != part.values.tokens:
@@ -460,9 +465,11 @@ cdef Part part_of(segment, list keep):
         raise ValueError("segments must have keys and values of the same tokens.")
     part.key_pages = pages_of(keys, &part.keys, keep)
     part.value_pages = pages_of(values, &part.values, keep)
-    keep += [keys.first, keys.count]
-    part.first = <const int64_t *> address(keys.first)
-    part.count = <const int64_t *> address(keys.count)
+    first, count = keys.first, keys.count
+    keep += (first, count)
+    part.kv_heads = keys.heads
+    part.first = <const int64_t *> address(first)
+    part.count = <const int64_t *> address(count)
     part.units = keys.units
     return part
 
@@ -525,8 +532,8 @@ def attend(q, segments, double scale, softcap, query_bits, probability_bits):
         if parts[i].values.plan != NULL:
             parts[i].accumulator = shape.accumulators
             shape.accumulators += 1
-    cdef uint8_t[::1] room = np.empty(max(1, shape.chunks) * sizeof(Chunk), dtype=np.uint8)
-    cdef Chunk *chunks = <Chunk *> &room[0]
+    cdef Memory room = Memory(shape.chunks * sizeof(Chunk))
+    cdef Chunk *chunks = <Chunk *> room.start
     shape.chunks = 0
     for i in range(count):
         shape.chunks += cut_part(parts + i, i, chunks + shape.chunks)
@@ -534,7 +541,7 @@ def attend(q, segments, double scale, softcap, query_bits, probability_bits):
     for i in range(shape.chunks):
         seen += chunks[i].stop - chunks[i].start
 
-    shape.kv_heads = segments[0].keys.shape[1]
+    shape.kv_heads = parts[0].kv_heads
     shape.q_len = q.shape[2]
     shape.repeats = q.shape[1] // shape.kv_heads
     shape.each = max(1, min(shape.q_len, ROWS // shape.repeats))
@@ -548,27 +555,29 @@ def attend(q, segments, double scale, softcap, query_bits, probability_bits):
     if pieces > 1:
         carve_sums(NULL, &store_bytes, &unused.part, shape.each * shape.repeats, shape.n, 1)
 
-    output = np.empty((*q.shape[:3], parts[0].values.n), dtype=np.float32)
-    log_sum_exp = np.empty(q.shape[:3], dtype=np.float32)
-    cdef uint8_t[::1] scratch = np.empty(threads * thread_bytes + 64, dtype=np.uint8)
-    cdef uint8_t[::1] stored = np.empty(tasks * shape.chunks * store_bytes + 64, dtype=np.uint8)
-    cdef char *store = aligned(stored, 0, 0)
+    batch, q_heads = q.shape[0], q.shape[1]
+    output = np.empty((batch, q_heads, shape.q_len, parts[0].values.n), dtype=np.float32)
+    log_sum_exp = np.empty((batch, q_heads, shape.q_len), dtype=np.float32)
+    cdef Memory scratch = Memory(threads * thread_bytes)
+    cdef Memory stored = Memory(tasks * shape.chunks * store_bytes)
+    cdef char *base = scratch.start
+    cdef char *store = stored.start
     cdef const float *source = <const float *> address(q)
     cdef float *target = <float *> address(output)
     cdef float *target_lse = <float *> address(log_sum_exp)
     if pieces <= 1:
         for index in prange(tasks, nogil=True, num_threads=threads, schedule="dynamic"):
             attend_task(source, parts, count, chunks, index, &shape, &options, target, target_lse,
-                        aligned(scratch, thread_bytes, threadid()))
+                        base + thread_bytes * threadid())
         return output, log_sum_exp
     for index in prange(tasks * pieces, nogil=True, num_threads=threads, schedule="dynamic"):
         attend_piece(source, parts, chunks, index // pieces,
                      index % pieces * shape.chunks // pieces,
                      (index % pieces + 1) * shape.chunks // pieces, &shape, &options, store,
-                     store_bytes, aligned(scratch, thread_bytes, threadid()))
+                     store_bytes, base + thread_bytes * threadid())
     for index in prange(tasks, nogil=True, num_threads=threads, schedule="static"):
         fold_pieces(parts, count, chunks, index, &shape, store, store_bytes, target, target_lse,
-                    aligned(scratch, thread_bytes, threadid()))
+                    base + thread_bytes * threadid())
     return output, log_sum_exp
 
 

@@ -170,6 +170,21 @@ cdef inline void store_scale(void *stored, Py_ssize_t index, float scale,
         (<float *> stored)[index] = scale
 
 
+cdef class Memory:
+    """Memory of so many bytes on a cache line, for as long as the object lives."""
+    cdef char *raw
+    cdef char *start
+
+    def __cinit__(self, Py_ssize_t size):
+        self.raw = <char *> malloc(size + 64)
+        if self.raw == NULL:
+            raise MemoryError
+        self.start = <char *> ((<size_t> self.raw + 63) // 64 * 64)
+
+    def __dealloc__(self):
+        free(self.raw)
+
+
 cdef Py_ssize_t rows_of(x):
     """Rows of an array whose last axis is the vector."""
     return x.size // x.shape[-1] if x.shape[-1] else 0

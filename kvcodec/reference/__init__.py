@@ -18,10 +18,12 @@ from kvcodec.reference.packing import pack, unpack
 from kvcodec.reference.srht import inverse_srht, srht
 from kvcodec.reference.symmetric import dequantize_symmetric, quantize_symmetric
 from kvcodec.reference.tiles import read_tiles, write_tiles
+from kvcodec.reference.window import cache_ranges
 
 __all__ = [
     "attend",
     "block_means",
+    "cache_ranges",
     "center_blocks",
     "channel_energy",
     "decode",

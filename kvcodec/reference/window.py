@@ -47,3 +47,44 @@ def window_ranges(
         first = np.maximum(start, low)
         ranges.append((first, np.maximum(np.minimum(stop, high), first)))
     return tuple(ranges)
+
+
+def cache_ranges(
+    count: int,
+    end: int,
+    sinks: int,
+    evicted: int,
+    packed_end: int,
+    most_blocks: int,
+    recent: int,
+    block: int,
+    causal: bool,
+    window: int,
+    ring: int,
+    tail_base: int,
+) -> np.ndarray:
+    """What the newest `count` queries of a cache see of its sinks, body and tail.
+
+    The cache has `end` tokens, of which `evicted` after the sinks are gone. Its body ended at
+    `packed_end` before the queries' tokens came, which may have packed up to `most_blocks` more by
+    the time of each query. A query at position i sees the tokens up to its own (all, if not
+    `causal`), of these the newest `window`, and after the sinks the newest `ring`; 0 means no
+    limit. Token numbers jump over what was evicted.
+
+    Returns (start, stop) for each of the three, int64 (3, 2, 1, count): token numbers, those of the
+    tail less `tail_base`.
+    """
+    positions = np.arange(end - count, end, dtype=np.int64)
+    first = sinks + evicted
+    positions = np.where(positions < first, positions - evicted, positions)
+    stop = positions + 1 if causal else np.full_like(positions, end)
+    oldest = positions + 1 - window if window else np.zeros_like(positions)
+    start = np.maximum(oldest, np.maximum(first, positions + 1 - ring) if ring else first)
+    ready = np.clip((positions + 1 - recent - packed_end) // block, 0, most_blocks)
+    body_end = packed_end + ready * block
+    ranges = [
+        [np.maximum(oldest, 0), np.minimum(stop, min(sinks, end))],
+        [start, np.minimum(stop, body_end)],
+        [np.maximum(start, body_end) - tail_base, stop - tail_base],
+    ]
+    return np.array(ranges)[:, :, None]
