@@ -22,12 +22,12 @@ class Blocks:
     """Keys or values of one sequence and layer, packed (or exact, without a codec).
 
     Tokens lie in units of 64 slots, or of one block where blocks are larger. A page has room for 8
-    units and is allocated when the first of them is: the arrays of an `Encoded` (or one "exact"
-    array) whose batch axis counts units, but for the codes, which lie in tiles (see
-    reference/tiles.py): "packed" has shape (units, heads, tiles of a unit, tile_bytes). A token is
-    written once and never moved. Copies share pages; a shared page is copied before it is written
-    to. Tokens have ascending numbers: unit u holds the tokens first[u] to first[u] + count[u] - 1,
-    and may be short where a sequence was cropped.
+    units and is allocated when the first of them is. It holds the arrays of an `Encoded` (or one
+    "exact" array) with an axis more, (heads, units, tokens of a unit, ...), but for the codes,
+    which lie in tiles (reference/tiles.py): "packed" is (heads, units, tiles of a unit,
+    tile_bytes). A token is encoded once and never moved. Copies share pages; a shared page is
+    copied before it is written to. Tokens have ascending numbers: unit u holds the tokens first[u]
+    to first[u] + count[u] - 1, and may be short where a sequence was cropped.
     """
 
     def __init__(
@@ -62,12 +62,6 @@ class Blocks:
     def tokens(self) -> int:
         """Tokens that are stored."""
         return int(self.count[: self.units].sum())
-
-    @property
-    def end(self) -> int:
-        """Number of the token after the last one; 0 where there is none."""
-        last = self.units - 1
-        return int(self.first[last] + self.count[last]) if self.units else 0
 
     def buffers(self) -> list[Any]:
         """All pages and arrays that take memory, room that is not filled yet included."""
@@ -157,7 +151,7 @@ class Blocks:
             steps |= {"center_levels": codec.block, "center_scale": codec.block}
         return steps
 
-    def unit_at(self, index: int, kernels: Any = tiles) -> Any:
+    def unit_at(self, index: int, kernels: Any) -> Any:
         """One unit as a canonical `Encoded` or exact array of batch 1."""
         at, inside = divmod(index, PAGE_UNITS)
         page, size = self.pages[at], int(self.count[index])
@@ -175,15 +169,13 @@ class Blocks:
             self.codec, self.head_dim, packed=packed[None], **arrays, weights=self.weights
         )
 
-    def unpacked(self, kernels: Any = tiles) -> Iterator[tuple[int, Any]]:
+    def unpacked(self, kernels: Any) -> Iterator[tuple[int, Any]]:
         """Each unit that holds tokens, with the number of its first token."""
         for index in range(self.units):
             if self.count[index]:
                 yield int(self.first[index]), self.unit_at(index, kernels)
 
-    __iter__ = unpacked
-
-    def joined(self, name: str, kernels: Any = tiles) -> NDArray[Any]:
+    def joined(self, name: str, kernels: Any) -> NDArray[Any]:
         """One array of all units, canonical, one after the other along the third axis."""
         pieces = []
         for index in range(self.units):
@@ -251,6 +243,15 @@ class Blocks:
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"tables": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take pages that cannot be written to, as pickles may bring them, for shared ones."""
+        self.__dict__.update(state)
+        self.first, self.count = self.first.copy(), self.count.copy()
+        self.shared = [
+            shared or not all(x.flags.writeable for x in page.values())
+            for page, shared in zip(self.pages, self.shared, strict=True)
+        ]
 
     def copy(self) -> Blocks:
         """A copy that shares the pages that hold tokens."""

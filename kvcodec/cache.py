@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import html
 import os
-from collections.abc import Callable, Iterable, Mapping
-from collections.abc import Sequence as Several
+from collections import abc
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kvcodec import _backend, _validate
+from kvcodec import _backend, _validate, cache_report
 from kvcodec.attention import (
     AttentionResult,
     check_probability_bits,
@@ -20,15 +18,21 @@ from kvcodec.attention import (
     check_window,
     softmax_scale,
 )
-from kvcodec.blocks import PAGE_UNITS, STORED_AS, TILE
-from kvcodec.codec import PRESETS, Codec, codec
+from kvcodec.blocks import STORED_AS
+from kvcodec.cache_options import (
+    MOST_RESERVED,
+    CodecChoice,
+    check_block,
+    check_head_dim,
+    codecs_of,
+    for_each_layer,
+    reserved_tokens,
+)
 from kvcodec.sequence import Layer, Sequence
 
 __all__ = ["KVCache"]
 
-CodecChoice = str | Codec | None
 Floats = NDArray[np.float32]
-MOST_RESERVED = 2**24
 
 
 class KVCache:
@@ -107,10 +111,10 @@ class KVCache:
     def __init__(
         self,
         num_layers: int,
-        num_kv_heads: int | Several[int],
-        head_dim: int | Several[int],
-        key: CodecChoice | Mapping[int, CodecChoice] = "int4",
-        value: CodecChoice | Mapping[int, CodecChoice] = "int4",
+        num_kv_heads: int | abc.Sequence[int],
+        head_dim: int | abc.Sequence[int],
+        key: CodecChoice | abc.Mapping[int, CodecChoice] = "int4",
+        value: CodecChoice | abc.Mapping[int, CodecChoice] = "int4",
         *,
         sinks: int = 4,
         recent: int = 64,
@@ -120,19 +124,19 @@ class KVCache:
         max_tokens: int | None = None,
         window: int | None = None,
         exact_dtype: str = "float32",
-        value_head_dim: int | Several[int] | None = None,
+        value_head_dim: int | abc.Sequence[int] | None = None,
         query_bits: int | None = 8,
         probability_bits: int | str | None = "auto",
         backend: str | None = None,
     ) -> None:
         num_layers = _validate.integer(num_layers, "num_layers", 1)
-        each = _for_each_layer(num_layers)
+        each = for_each_layer(num_layers)
         heads = each(num_kv_heads, "num_kv_heads", lambda x, name: _validate.integer(x, name, 1))
-        dims = each(head_dim, "head_dim", _check_head_dim)
+        dims = each(head_dim, "head_dim", check_head_dim)
         value_dims = (
             dims
             if value_head_dim is None
-            else each(value_head_dim, "value_head_dim", _check_head_dim)
+            else each(value_head_dim, "value_head_dim", check_head_dim)
         )
         self._max_tokens = (
             None
@@ -142,15 +146,15 @@ class KVCache:
         exact = {
             "sinks": _validate.token_count(sinks, "sinks"),
             "recent": _validate.token_count(recent, "recent"),
-            "block": _check_block(block),
+            "block": check_block(block),
             "rollback": _validate.token_count(rollback, "rollback"),
             "window": None if window is None else _validate.token_count(window, "window", 1),
         }
         exact["reserve"] = reserved_tokens(self._max_tokens, **exact)
         exact["exact_dtype"] = _validate.choice(exact_dtype, "exact_dtype", tuple(STORED_AS))
         batch = _validate.integer(batch, "batch", 1)
-        keys = _codecs(key, "key", num_layers, block, dims)
-        values = _codecs(value, "value", num_layers, block, value_dims)
+        keys = codecs_of(key, "key", num_layers, block, dims)
+        values = codecs_of(value, "value", num_layers, block, value_dims)
         self._query_bits = check_query_bits(query_bits)
         bits = check_probability_bits(probability_bits, 8)
         self._probability_bits = "auto" if isinstance(probability_bits, str) else bits
@@ -240,13 +244,7 @@ class KVCache:
         >>> memory["fp16"], list(memory["layers"][0]["value"])
         (0, ['sinks', 'body', 'tail'])
         """
-        counted: set[int] = set()
-        layers = [
-            _memory_of(layer, rows, counted)
-            for layer, rows in zip(self._layers, self._sequences, strict=True)
-        ]
-        total, fp16 = (sum(layer[name] for layer in layers) for name in ("total", "fp16"))
-        return {"total": total, "fp16": fp16, "ratio": _ratio(fp16, total), "layers": layers}
+        return cache_report.memory_of(self._layers, self._sequences)
 
     def keys(self, layer: int) -> Floats:
         """Decoded keys as the next query would see them, for inspection.
@@ -753,6 +751,8 @@ class KVCache:
             If safetensors is not installed (extra ``storage``).
         ValueError
             If the file is truncated, damaged, of another kind or of another version.
+        MemoryError
+            If the cache that it describes does not fit into memory.
         OSError
             If the file cannot be read.
 
@@ -793,7 +793,7 @@ class KVCache:
         given: int | ArrayLike,
         name: str,
         range_of_all: tuple[int, int],
-        ranges: Iterable[tuple[int, int]],
+        ranges: abc.Iterable[tuple[int, int]],
     ) -> list[int]:
         """One whole number for all rows, or one for each in its range."""
         if np.ndim(given) == 0:
@@ -908,156 +908,10 @@ class KVCache:
         return out
 
     def __repr__(self) -> str:
-        layers = f"{self.num_layers} layer{'s' if self.num_layers > 1 else ''}"
-        shortest = int(self.seq_lengths.min())
-        tokens = f"{shortest} to {self.seq_length}" if shortest < len(self) else str(len(self))
-        memory = self.memory()
-        ratio = f", {100 / memory['ratio']:.0f}% of fp16" if memory["fp16"] else ""
-        return (
-            f"<KVCache of {tokens} tokens: {layers}, batch {self.batch}, "
-            f"{self._names('key')} keys{self._equalized()}, {self._names('value')} values, "
-            f"{memory['total']:,} bytes{ratio}>"
-        )
-
-    def _names(self, side: str) -> str:
-        names = dict.fromkeys(
-            layer.exact_dtype if made is None else made.name
-            for layer, made in ((layer, getattr(layer, side)) for layer in self._layers)
-        )
-        return " or ".join(names)
-
-    def _equalized(self) -> str:
-        """Whether the keys that would be equalized are."""
-        wanted = [row for row in self._all() if row.layer.key and row.layer.key.equalize]
-        packed = [row for row in wanted if row.keys.units]
-        if not packed:
-            return ""
-        return (
-            " (equalized)"
-            if all(row.keys.weights is not None for row in packed)
-            else (" (not equalized: no queries were seen)")
-        )
+        return cache_report.text_of(self, self._layers, self._sequences)
 
     def _repr_html_(self) -> str:
-        layers = self.memory()["layers"]
-        parts = [(side, part) for side in ("key", "value") for part in layers[0][side]]
-        head = ["layer", *(f"{side} {part}" for side, part in parts), "total", "fp16 / total"]
-        rows = [
-            [
-                f"{index}",
-                *(f"{layer[side][part]:,}" for side, part in parts),
-                f"{layer['total']:,}",
-                f"{layer['ratio']:.2f}" if layer["fp16"] else "",
-            ]
-            for index, layer in enumerate(layers)
-        ]
-        table = _table_row("th", head) + "".join(_table_row("td", row) for row in rows)
-        text = html.escape(repr(self).strip("<>"))
-        return f"<p>{text}</p><table>{table}</table><p>Bytes by layer, side and part.</p>"
-
-
-def _table_row(cell: str, texts: list[str]) -> str:
-    return f"<tr>{''.join(f'<{cell}>{text}</{cell}>' for text in texts)}</tr>"
-
-
-def _for_each_layer(num_layers: int) -> Callable[..., list[Any]]:
-    """A function that checks a value for all layers, or one for each."""
-
-    def each(value: Any, name: str, check: Callable[[Any, str], Any]) -> list[Any]:
-        if isinstance(value, (list, tuple, np.ndarray)):
-            if len(value) != num_layers:
-                raise ValueError(
-                    f"{name} must be one number or {num_layers}, one for each layer, "
-                    f"but {len(value)} were given."
-                )
-            return [check(one, name) for one in value]
-        return [check(value, name)] * num_layers
-
-    return each
-
-
-def _check_head_dim(value: Any, name: str) -> int:
-    return _validate.integer(value, name, 1, _validate.LARGEST_HEAD_DIM)
-
-
-def _check_block(block: int) -> int:
-    block = _validate.integer(block, "block", 1, 4096)
-    if 64 % block and block % 64:
-        raise ValueError(f"block must be a divisor or a multiple of 64, but {block} was given.")
-    return block
-
-
-def _codecs(
-    choice: CodecChoice | Mapping[int, CodecChoice],
-    side: str,
-    num_layers: int,
-    block: int,
-    dims: list[int],
-) -> list[Codec | None]:
-    """The codec of each layer for one side, settled and with the cache's block."""
-    if isinstance(choice, Mapping):
-        if set(choice) != set(range(num_layers)):
-            raise ValueError(
-                f"{side} must name every layer from 0 to {num_layers - 1} once, "
-                f"but names {sorted(choice)}."
-            )
-        chosen = [choice[layer] for layer in range(num_layers)]
-    else:
-        chosen = [choice] * num_layers
-    return [_settled(one, side, block, dim) for one, dim in zip(chosen, dims, strict=True)]
-
-
-def _settled(choice: CodecChoice, side: str, block: int, dim: int) -> Codec | None:
-    if choice is None:
-        return None
-    if isinstance(choice, str):
-        choice = codec(_validate.choice(choice, side, (*PRESETS, None)), block=block)
-    elif not isinstance(choice, Codec):
-        raise TypeError(f"{side} must be the name of a preset, a Codec or None, but is {choice!r}.")
-    elif choice.block != block:
-        raise ValueError(
-            f"block must be that of the {side} codec, {choice.block}, but {block} was given."
-        )
-    settled = choice.for_side(side)
-    settled.check_head_dim(dim, f"head_dim of the {side}s")
-    return settled
-
-
-def reserved_tokens(
-    max_tokens: int | None,
-    sinks: int,
-    recent: int,
-    block: int,
-    rollback: int,
-    window: int | None,
-) -> int:
-    """Packed tokens to reserve room for."""
-    if max_tokens is None:
-        return 0
-    most = max(max_tokens - sinks - recent, 0)
-    if window is None:
-        return most
-    # A page is given back once all of its tokens are out of reach.
-    return min(most, window + rollback + block + PAGE_UNITS * max(TILE, block))
-
-
-def _ratio(fp16: int, total: int) -> float:
-    return fp16 / total if total else float("nan")
-
-
-def _memory_of(layer: Layer, rows: list[Sequence], counted: set[int]) -> dict[str, Any]:
-    """Bytes of a layer; buffers whose identity is in `counted` are left out, the others added."""
-    sides: dict[str, dict[str, int]] = {"key": {}, "value": {}}
-    for row in rows:
-        for side, parts in row.buffers().items():
-            for part, buffers in parts.items():
-                new = {id(x): x.nbytes for x in buffers if id(x) not in counted}
-                counted.update(new)
-                sides[side][part] = sides[side].get(part, 0) + sum(new.values())
-    total = sum(sum(parts.values()) for parts in sides.values())
-    tokens = sum(row.held for row in rows)
-    fp16 = 2 * tokens * layer.kv_heads * (layer.key_dim + layer.value_dim)
-    return {"total": total, "fp16": fp16, "ratio": _ratio(fp16, total), **sides}
+        return cache_report.table_of(self)
 
 
 class _all_or_nothing:

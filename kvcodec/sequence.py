@@ -105,6 +105,11 @@ class Tail:
         part = slice(start - self.base, stop - self.base)
         return self.k[:, :, part], self.v[:, :, part]
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Copy buffers that cannot be written to, as pickles may bring them."""
+        self.__dict__.update(state)
+        self.k, self.v = (np.require(x, requirements="W") for x in (self.k, self.v))
+
     def copy(self) -> Tail:
         """An independent copy."""
         copied = object.__new__(Tail)
@@ -178,7 +183,8 @@ class Sequence:
     def mark(self) -> list[tuple[Any, dict[str, Any]]]:
         """What `undo` needs to take changes back; no token is copied.
 
-        Tokens are only ever written behind the end, or to new buffers.
+        Tokens are written behind the end or to new buffers; a tile that is written to again keeps
+        the bytes of the codes that it had.
         """
         keys, values = self.keys, self.values
         state = vars(self).copy()
@@ -224,8 +230,11 @@ class Sequence:
         self.energy += [None] * (self.end - len(self.energy))
         squares = q[0, :, :early].astype(np.float64) ** 2
         repeats = squares.shape[0] // layer.kv_heads
-        grouped = squares.reshape(layer.kv_heads, repeats, *squares.shape[1:]).sum(axis=1)
-        self.energy += [grouped[:, token] for token in range(grouped.shape[1])]
+        by_head = squares.reshape(layer.kv_heads, repeats, *squares.shape[1:])
+        grouped = by_head[:, 0]
+        for head in range(1, repeats):  # in this order, however many tokens come at once
+            grouped = grouped + by_head[:, head]
+        self.energy += [grouped[:, token].copy() for token in range(grouped.shape[1])]
 
     def _pack(self, tokens: int, kernels: ModuleType) -> None:
         exact = self.tail.take(self.packed_end, self.packed_end + tokens)
@@ -257,7 +266,7 @@ class Sequence:
         queries = np.zeros((self.layer.kv_heads, self.layer.key_dim))
         for energy in given:
             queries += energy
-        return equalizing_weights(queries, kernels.channel_energy(first)[0])[None]
+        return equalizing_weights(queries, kernels.channel_energy(first)[0])[None].copy()
 
     def trim(self) -> None:
         """Let go of what no query and no crop within `rollback` can ask for."""
@@ -312,7 +321,7 @@ class Sequence:
         return [
             Segment(self.sinks.k, self.sinks.v, ranges[0, 0], ranges[0, 1]),
             Segment(self.keys, self.values, ranges[1, 0], ranges[1, 1]),
-            Segment(tail.k, tail.v, ranges[2, 0], ranges[2, 1]),
+            Segment(tail.k, tail.v, ranges[2, 0], ranges[2, 1], tail.base - tail.origin),
         ]
 
     def number_of(self, length: int) -> int:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from kvcodec import _validate
 from kvcodec.attention import check_probability_bits, check_query_bits
 from kvcodec.blocks import STORED_AS, TILE, Blocks
-from kvcodec.cache import MOST_RESERVED, reserved_tokens
+from kvcodec.cache_options import MOST_RESERVED, check_block, reserved_tokens
 from kvcodec.codec import Codec
 from kvcodec.encoded import layout_of
 from kvcodec.reference._numbers import load as load_floats
@@ -154,11 +154,12 @@ def _checked(header: dict[str, Any]) -> Plan:
         [_row(row, layer, most, f"sequence {at}.{index}") for index, row in enumerate(rows)]
         for at, (layer, rows) in enumerate(zip(layers, given, strict=True))
     ]
-    room = sum(
-        layer.kv_heads * (layer.sinks + layer.reserve) * (layer.key_dim + layer.value_dim)
-        for layer in layers
-    )
-    require(4 * batch * room <= MOST_BYTES, "its numbers ask for more memory than there can be")
+    room = 0
+    for layer, rows in zip(layers, sequences, strict=True):
+        units = max(TILE, layer.block) * sum(len(row.units) for row in rows)
+        tokens = batch * (layer.sinks + layer.reserve) + units
+        room += layer.kv_heads * tokens * (layer.key_dim + layer.value_dim)
+    require(4 * room <= MOST_BYTES, "its numbers ask for more memory than there can be")
     return Plan(options, layers, sequences)
 
 
@@ -171,11 +172,7 @@ def _layer(config: Any, max_tokens: int | None, name: str) -> Layer:
         _validate.token_count(config[number], f"{number} of {name}")
     if config["window"] is not None:
         _validate.token_count(config["window"], f"window of {name}", 1)
-    block = _validate.integer(config["block"], f"block of {name}", 1, _validate.LARGEST_GROUP)
-    require(
-        64 % block == 0 or block % 64 == 0,
-        f"block of {name} is neither a divisor nor a multiple of 64",
-    )
+    check_block(config["block"], f"block of {name}")
     _validate.choice(config["exact_dtype"], f"exact_dtype of {name}", tuple(STORED_AS))
     about = {number: config[number] for number in RESERVE_DEPENDS_ON}
     reserve = reserved_tokens(max_tokens, **about)
@@ -379,8 +376,11 @@ def _are_scales(x: NDArray[Any], largest: float, signed: bool) -> bool:
 
 
 def _is_exact(x: NDArray[Any]) -> bool:
-    x = load_floats(x)
-    return bool(max(x.max(initial=0), -x.min(initial=0)) < _validate.LARGEST_MAGNITUDE)
+    floats = load_floats(x)
+    largest = max(floats.max(initial=0), -floats.min(initial=0))
+    # Rounding to bfloat16 may arrive at the bound.
+    rounded = x.dtype == np.uint16 and largest == _validate.LARGEST_MAGNITUDE
+    return bool(largest < _validate.LARGEST_MAGNITUDE or rounded)
 
 
 def _are_weights(x: NDArray[np.float32]) -> bool:

@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import safetensors.numpy
 
+from kvcodec import reference
 from kvcodec.encoded import ARRAYS, Encoded
 from kvcodec.testing import exact_attention
 
@@ -391,7 +392,7 @@ def contents(row):
         "weights": row.keys.weights,
     }
     for name, blocks in (("keys", row.keys), ("values", row.values)):
-        units = [unit for _, unit in blocks]
+        units = [unit for _, unit in blocks.unpacked(reference)]
         held[name] = {}
         for part in STORED if units else ():
             pieces = [
@@ -411,12 +412,13 @@ def as_floats(x):
 
 def first_held(row):
     """Number of the first token of the packed body that a row of a KVCache still holds."""
-    return next((number for number, _ in row.keys), row.packed_end)
+    return next((number for number, _ in row.keys.unpacked(reference)), row.packed_end)
 
 
 def buffers(thing):
     """Every array that an object of this package keeps, itself or in its parts."""
     if isinstance(thing, np.ndarray):
+        assert thing.base is None, "a view keeps more alive than it counts"
         yield thing
     elif isinstance(thing, dict):
         for part in thing.values():

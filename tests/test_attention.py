@@ -394,3 +394,13 @@ def test_large_scores_pick_the_largest():
     k = np.eye(64, dtype=np.float32)[None, None]
     v = random(1, 1, 64, 64)
     np.testing.assert_allclose(kv.attention(1e6 * k, k, v), v, rtol=1e-6)
+
+
+def test_many_exact_tokens_are_summed_as_well_as_few(backend):
+    rng = np.random.default_rng(0)
+    tokens = 100_000
+    q = rng.standard_normal((1, 1, 1, 16), dtype=np.float32)
+    k = rng.standard_normal((1, 1, tokens, 16), dtype=np.float32)
+    v = rng.random((1, 1, tokens, 16), dtype=np.float32)
+    truth, _ = exact_attention(q, k, v)
+    assert np.abs(kv.attention(q, k, v) - truth).max() < 2e-6 * np.abs(truth).max()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import kvcodec as kv
-from kvcodec import _backend
+from kvcodec import _backend, reference
 from kvcodec._backend import SIMD_LEVELS, available_simd_levels
 from kvcodec.testing import assert_same_bits, backends
 
@@ -294,3 +294,17 @@ def test_configuration_is_printed_a_line_each(capsys):
     kv.show_config()
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines] == list(kv.get_config())
+
+
+def test_an_explicit_reference_needs_no_fast_path(monkeypatch):
+    x = np.ones((1, 1, 4, 16), np.float32)
+
+    def unavailable(backend=None):
+        if backend != "reference":
+            raise RuntimeError("backend 'fast' was asked for, but cannot be had")
+        return reference
+
+    monkeypatch.setattr(_backend, "resolve", unavailable)
+    assert kv.attention(x, x, x, backend="reference").shape == x.shape
+    with pytest.raises(RuntimeError, match="was asked for"):
+        kv.attention(x, x, x)

@@ -1,5 +1,7 @@
 """Memory of KVCache and what it says about itself."""
 
+import pickle
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -198,3 +200,16 @@ def test_an_empty_cache_is_true_and_rows_of_different_length_show():
     assert cache
     cache.append(0, *sequence(9, batch=2)[1:], lengths=[9, 3])
     assert "of 3 to 9 tokens" in repr(cache)
+
+
+def test_a_cache_comes_back_from_a_pickle_even_in_buffers_that_cannot_be_written():
+    cache = small_cache()
+    arrays = sequence(100)
+    feed(cache, arrays)
+    buffers_of_pickle = []
+    text = pickle.dumps(cache, protocol=5, buffer_callback=buffers_of_pickle.append)
+    readonly = [bytes(buffer.raw()) for buffer in buffers_of_pickle]
+    back = pickle.loads(text, buffers=readonly)
+    assert_same_bits(state(back), state(cache))
+    assert_same_bits(feed(back, arrays), feed(cache, arrays))
+    assert_same_bits(state(back), state(cache))

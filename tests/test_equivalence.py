@@ -520,6 +520,12 @@ TABLE = [
         for group, residual in ((5, 0), (32, 33))
     ),
     Case(
+        "largest_magnitude_of",
+        ("largest_magnitude_of",),
+        on_size(st.integers(1, 200), lambda n: (vectors(n),)).filter(lambda drawn: drawn[0].size),
+        lambda x: twin("largest_magnitude_of")(x),
+    ),
+    Case(
         "cache_ranges",
         ("cache_ranges",),
         numbers_of_a_cache(),

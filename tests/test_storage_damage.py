@@ -15,6 +15,7 @@ from test_storage import codec, drop, edit, put, tokens
 import kvcodec as kv
 from kvcodec import reference, storage
 from kvcodec.encoded import Encoded
+from kvcodec.testing import assert_same_bits
 
 # Both sides, head_dim and options of the codecs: each kind of array and each width, with and
 # without bits that belong to no code.
@@ -578,9 +579,36 @@ def test_types_that_numpy_does_not_have_are_refused(dtype, tmp_path, nothing_is_
 def test_a_pipe_or_a_directory_is_no_file(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe"):
-        name = re.escape(str(path))
+        name = re.escape(repr(str(path)))
         with pytest.raises(OSError, match=f"path must be a file, but {name} is none"):
             kv.KVCache.load(path)
         with pytest.raises(OSError, match=f"path must be a file that .*, but {name} is none"):
             cache_of("int4 kivi2").save(path)
     assert os.listdir(tmp_path) == ["pipe"]
+
+
+def test_exact_tokens_that_round_to_the_bound_come_back(tmp_path):
+    largest = np.nextafter(np.float32(2.0**100), np.float32(0))
+    x = np.full((1, 1, 200, 16), largest)
+    cache = kv.KVCache(1, 1, 16, exact_dtype="bfloat16")
+    cache.append_attend(0, x, x, -x)
+    cache.save(tmp_path / "cache.safetensors")
+    loaded = kv.KVCache.load(tmp_path / "cache.safetensors")
+    assert_same_bits(loaded.keys(0), cache.keys(0))
+    assert np.isfinite(loaded.attend(0, x[:, :, :1])).all()
+
+
+def test_many_short_units_count_as_the_memory_that_they_take(tmp_path, nothing_is_built):
+    path = empty(tmp_path, block=4096)
+
+    def change(header, arrays):
+        for layer in header["layers"]:
+            layer["kv_heads"] = 2**30
+        for rows in header["sequences"]:
+            for row in rows:
+                units = 2**10
+                row |= {"end": 4 + units, "packed_end": 4 + units, "tail_first": 4 + units}
+                row |= {"unit_first": list(range(4, 4 + units)), "unit_count": [1] * units}
+
+    edit(path, change)
+    refused(path, "more memory than there can be", limit=2_000_000)

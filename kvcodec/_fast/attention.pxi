@@ -2,8 +2,8 @@
 # positions: all query heads that share the KV head go through keys and values together. For each
 # tile of 64 tokens that any of its queries sees, the products of all rows are taken (scores.pxi),
 # the running maximum and sum are updated (softmax.h), and the values are summed (value_sums.pxi),
-# which stay in the rotated domain until the end. Every 1,024 tokens, at fixed token numbers, a new
-# running softmax begins; they are folded into one another in the order of the tokens. So the result
+# which stay in the rotated domain until the end. At token numbers that are multiples of 1,024 a new
+# running softmax begins, with the next unit of pages; they are folded into one another in the order of the tokens. So the result
 # depends neither on threads nor on whether one thread goes through all of them or several take them
 # in pieces, which happens where there are fewer tasks than threads could share. Tiles are counted
 # from the beginning of an array or unit, and a token that is masked contributes exact zeros, so a
@@ -32,13 +32,14 @@ cdef struct Part:
     const int64_t *first       # of each unit of pages, the number of its first token
     const int64_t *count       # of each unit, its tokens
     Py_ssize_t units
+    int64_t number             # of the first token of an array
     Py_ssize_t kv_heads
     const int64_t *start
     const int64_t *stop
     Py_ssize_t accumulator
 
 
-cdef struct Chunk:
+cdef struct Span:
     # Tokens of a segment under one running softmax: some units, or a stretch of an array.
     Py_ssize_t part
     Py_ssize_t first_unit
@@ -56,7 +57,7 @@ cdef struct Shape:
     Py_ssize_t slices          # tasks of a KV head
     Py_ssize_t n               # the larger head_dim
     Py_ssize_t accumulators
-    Py_ssize_t chunks
+    Py_ssize_t spans
 
 
 cdef struct Task:
@@ -79,14 +80,6 @@ cdef struct Unit:
     Py_ssize_t head            # of both arrays, batch * kv_heads + kv_head
     int64_t number
     int64_t tokens
-
-
-cdef inline float cap_score(float s, float softcap) noexcept nogil:
-    """softcap * tanh(s / softcap), with tanh from exp(-2 |x|) - 1, which does not cancel."""
-    cdef float x = s / softcap
-    cdef float power = expm1_nonpositive(-2 * (x if x > 0 else -x))
-    cdef float y = softcap * (-power / (2 + power))
-    return y if x > 0 else -y
 
 
 cdef inline void scale_row(float *x, Py_ssize_t n, float factor) noexcept nogil:
@@ -130,8 +123,7 @@ cdef inline float masked_row(const Plan *plan, Py_ssize_t row, Py_ssize_t low, P
         products_of_row(plan, row, work)
     finish_scores(s, work.factor[row], SATURATION)
     if softcap > 0:
-        for t in range(low, high):
-            s[t] = cap_score(s[t], softcap)
+        cap_scores(s, softcap)
     for t in range(low):
         s[t] = -INFINITY
     for t in range(high, TILE):
@@ -180,11 +172,6 @@ cdef inline Unit unit_of(const Part *part, const Task *task, Py_ssize_t index) n
         unit.number = part.first[index]
         unit.tokens = part.count[index]
     return unit
-
-
-cdef inline Py_ssize_t tile_offset(const Side *side, Py_ssize_t head,
-                                   Py_ssize_t tile) noexcept nogil:
-    return (head * (side.tokens // TILE) + tile) * side.tile_bytes
 
 
 cdef inline void fetch_tile(const Side *side, Py_ssize_t head, Py_ssize_t tile) noexcept nogil:
@@ -244,10 +231,10 @@ cdef inline void attend_unit(const Unit *unit, const Unit *next_unit, const Task
                    work.part.values, work)
 
 
-cdef inline bint attend_chunk(const float *q, const Part *parts, const Chunk *chunk, Task *task,
+cdef inline bint attend_span(const float *q, const Part *parts, const Span *span, Task *task,
                               const Options *options, Work *work) noexcept nogil:
-    """Run the rows of a task over a chunk, into work.part; whether any row sees some of it."""
-    cdef const Part *part = parts + chunk.part
+    """Run the rows of a task over a span, into work.part; whether any row sees some of it."""
+    cdef const Part *part = parts + span.part
     cdef const int64_t *start = part.start + task.batch * task.q_len + task.first
     cdef const int64_t *stop = part.stop + task.batch * task.q_len + task.first
     cdef int64_t low = INT64_MAX, high = 0
@@ -257,18 +244,18 @@ cdef inline bint attend_chunk(const float *q, const Part *parts, const Chunk *ch
         if start[i] < stop[i]:
             low = min(low, start[i])
             high = max(high, stop[i])
-    low = max(low, chunk.start)
-    high = min(high, chunk.stop)
+    low = max(low, span.start)
+    high = min(high, span.stop)
     if low >= high:
         return False
-    if task.prepared != chunk.part:
+    if task.prepared != span.part:
         for row in range(task.rows):
             prepare_row(q + query_index(task, row) * part.keys.n, &part.keys, task.head, row,
                         options, work)
-        task.prepared = chunk.part
+        task.prepared = span.part
     clear_sums(&work.part, task.rows, work.n, 1)
-    unit = unit_of(part, task, chunk.first_unit)
-    for index in range(chunk.first_unit, chunk.last_unit):
+    unit = unit_of(part, task, span.first_unit)
+    for index in range(span.first_unit, span.last_unit):
         next_unit = unit_of(part, task, min(index + 1, part.units - 1))
         attend_unit(&unit, &next_unit, task, start, stop, low, high, options, work)
         unit = next_unit
@@ -351,7 +338,7 @@ cdef inline void finish_task(const Part *parts, Py_ssize_t count, const Task *ta
                    log_sum_exp + i, work)
 
 
-cdef void attend_task(const float *q, const Part *parts, Py_ssize_t count, const Chunk *chunks,
+cdef void attend_task(const float *q, const Part *parts, Py_ssize_t count, const Span *spans,
                       Py_ssize_t index, const Shape *shape, const Options *options, float *output,
                       float *log_sum_exp, char *scratch) noexcept nogil:
     """Attend for the index-th group of queries; everything that changes is local."""
@@ -360,46 +347,46 @@ cdef void attend_task(const float *q, const Part *parts, Py_ssize_t count, const
     cdef Py_ssize_t i
     carve(scratch, &work, shape.each * shape.repeats, shape.n, shape.accumulators)
     clear_sums(&work.total, task.rows, work.n, shape.accumulators)
-    for i in range(shape.chunks):
-        if attend_chunk(q, parts, chunks + i, &task, options, &work):
-            task.used |= 1 << parts[chunks[i].part].accumulator
-            fold(&work.part, parts[chunks[i].part].accumulator, shape.accumulators, task.rows,
+    for i in range(shape.spans):
+        if attend_span(q, parts, spans + i, &task, options, &work):
+            task.used |= 1 << parts[spans[i].part].accumulator
+            fold(&work.part, parts[spans[i].part].accumulator, shape.accumulators, task.rows,
                  work.n, &work.total)
     finish_task(parts, count, &task, output, log_sum_exp, &work)
 
 
-cdef void attend_piece(const float *q, const Part *parts, const Chunk *chunks, Py_ssize_t index,
+cdef void attend_piece(const float *q, const Part *parts, const Span *spans, Py_ssize_t index,
                        Py_ssize_t first, Py_ssize_t last, const Shape *shape,
                        const Options *options, char *store, Py_ssize_t store_bytes,
                        char *scratch) noexcept nogil:
-    """Attend to some chunks for the index-th group of queries and keep each one's sums."""
+    """Attend to some spans for the index-th group of queries and keep each one's sums."""
     cdef Task task = task_of(index, shape)
     cdef Work work
     cdef Py_ssize_t i, at
     carve(scratch, &work, shape.each * shape.repeats, shape.n, shape.accumulators)
     for i in range(first, last):
         at = 0
-        carve_sums(store + (index * shape.chunks + i) * store_bytes, &at, &work.part,
+        carve_sums(store + (index * shape.spans + i) * store_bytes, &at, &work.part,
                    shape.each * shape.repeats, shape.n, 1)
-        if not attend_chunk(q, parts, chunks + i, &task, options, &work):
+        if not attend_span(q, parts, spans + i, &task, options, &work):
             memset(work.part.sum, 0, task.rows * sizeof(double))
 
 
-cdef void fold_pieces(const Part *parts, Py_ssize_t count, const Chunk *chunks, Py_ssize_t index,
+cdef void fold_pieces(const Part *parts, Py_ssize_t count, const Span *spans, Py_ssize_t index,
                       const Shape *shape, char *store, Py_ssize_t store_bytes, float *output,
                       float *log_sum_exp, char *scratch) noexcept nogil:
-    """Put together what `attend_piece` left of all chunks."""
+    """Put together what `attend_piece` left of all spans."""
     cdef Task task = task_of(index, shape)
     cdef Work work
     cdef Py_ssize_t i, at
     carve(scratch, &work, shape.each * shape.repeats, shape.n, shape.accumulators)
     clear_sums(&work.total, task.rows, work.n, shape.accumulators)
-    for i in range(shape.chunks):
+    for i in range(shape.spans):
         at = 0
-        carve_sums(store + (index * shape.chunks + i) * store_bytes, &at, &work.part,
+        carve_sums(store + (index * shape.spans + i) * store_bytes, &at, &work.part,
                    shape.each * shape.repeats, shape.n, 1)
-        task.used |= 1 << parts[chunks[i].part].accumulator
-        fold(&work.part, parts[chunks[i].part].accumulator, shape.accumulators, task.rows,
+        task.used |= 1 << parts[spans[i].part].accumulator
+        fold(&work.part, parts[spans[i].part].accumulator, shape.accumulators, task.rows,
              work.n, &work.total)
     finish_task(parts, count, &task, output, log_sum_exp, &work)
 
@@ -449,10 +436,11 @@ cdef const Side *pages_of(x, Side *side, list keep):
 cdef Part part_of(segment, list keep):
     """A segment as plain C; its accumulator is not set."""
     cdef Part part
-    keys, values, start, stop = segment
+    keys, values, start, stop, number = segment
     memset(&part, 0, sizeof(Part))
     part.start = <const int64_t *> address(start)
     part.stop = <const int64_t *> address(stop)
+    part.number = number
     part.units = 1
     if not isinstance(keys, _blocks.Blocks):
         part.kv_heads = keys.shape[1]
@@ -474,37 +462,37 @@ cdef Part part_of(segment, list keep):
     return part
 
 
-cdef Py_ssize_t most_chunks(const Part *part) noexcept nogil:
-    return part.units if part.key_pages != NULL else part.keys.tokens // SPLIT + 1
+cdef Py_ssize_t most_spans(const Part *part) noexcept nogil:
+    return part.units if part.key_pages != NULL else part.keys.tokens // SPLIT + 2
 
 
-cdef Py_ssize_t cut_part(const Part *part, Py_ssize_t index, Chunk *chunks) noexcept nogil:
-    """Cut a segment into chunks at multiples of SPLIT tokens; exact arrays stay whole."""
+cdef Py_ssize_t cut_part(const Part *part, Py_ssize_t index, Span *spans) noexcept nogil:
+    """Cut a segment into spans at token numbers that are multiples of SPLIT."""
     cdef Py_ssize_t count = 0, unit
     cdef int64_t at = 0, tokens = part.keys.tokens
-    cdef Chunk *chunk
+    cdef Span *span
     if part.key_pages == NULL:
         while at < tokens:
-            chunk = chunks + count
-            chunk.part = index
-            chunk.first_unit, chunk.last_unit = 0, 1
-            chunk.start = at
-            at = min(at + SPLIT, tokens) if part.keys.plan != NULL else tokens
-            chunk.stop = at
+            span = spans + count
+            span.part = index
+            span.first_unit, span.last_unit = 0, 1
+            span.start = at
+            at = min(((part.number + at) // SPLIT + 1) * SPLIT - part.number, tokens)
+            span.stop = at
             count += 1
         return count
     for unit in range(part.units):
         at = part.first[unit]
-        chunk = chunks + count - 1
-        if count and chunk.start // SPLIT == at // SPLIT:
-            chunk.last_unit = unit + 1
+        if count and spans[count - 1].start // SPLIT == at // SPLIT:
+            span = spans + count - 1
+            span.last_unit = unit + 1
         else:
-            chunk = chunks + count
-            chunk.part = index
-            chunk.first_unit, chunk.last_unit = unit, unit + 1
-            chunk.start = at
+            span = spans + count
+            span.part = index
+            span.first_unit, span.last_unit = unit, unit + 1
+            span.start = at
             count += 1
-        chunk.stop = at + part.count[unit]
+        span.stop = at + part.count[unit]
     return count
 
 
@@ -525,21 +513,21 @@ def attend(q, segments, double scale, softcap, query_bits, probability_bits):
     options.probability_bits = probability_bits or 0
     keep = []
     shape.accumulators = 1
-    shape.chunks = 0
+    shape.spans = 0
     for i in range(count):
         parts[i] = part_of(segments[i], keep)
-        shape.chunks += most_chunks(parts + i)
+        shape.spans += most_spans(parts + i)
         if parts[i].values.plan != NULL:
             parts[i].accumulator = shape.accumulators
             shape.accumulators += 1
-    cdef Memory room = Memory(shape.chunks * sizeof(Chunk))
-    cdef Chunk *chunks = <Chunk *> room.start
-    shape.chunks = 0
+    cdef Memory room = Memory(shape.spans * sizeof(Span))
+    cdef Span *spans = <Span *> room.start
+    shape.spans = 0
     for i in range(count):
-        shape.chunks += cut_part(parts + i, i, chunks + shape.chunks)
+        shape.spans += cut_part(parts + i, i, spans + shape.spans)
     cdef int64_t seen = 0
-    for i in range(shape.chunks):
-        seen += chunks[i].stop - chunks[i].start
+    for i in range(shape.spans):
+        seen += spans[i].stop - spans[i].start
 
     shape.kv_heads = parts[0].kv_heads
     shape.q_len = q.shape[2]
@@ -551,7 +539,7 @@ def attend(q, segments, double scale, softcap, query_bits, probability_bits):
     thread_bytes = carve(NULL, &unused, shape.each * shape.repeats, shape.n, shape.accumulators)
     threads = threads_for(tasks * shape.each * shape.repeats * seen)
     if threads > 1 and 0 < tasks < TASKS_A_THREAD * threads:
-        pieces = min(shape.chunks, (TASKS_A_THREAD * threads + tasks - 1) // tasks)
+        pieces = min(shape.spans, (TASKS_A_THREAD * threads + tasks - 1) // tasks)
     if pieces > 1:
         carve_sums(NULL, &store_bytes, &unused.part, shape.each * shape.repeats, shape.n, 1)
 
@@ -559,7 +547,7 @@ def attend(q, segments, double scale, softcap, query_bits, probability_bits):
     output = np.empty((batch, q_heads, shape.q_len, parts[0].values.n), dtype=np.float32)
     log_sum_exp = np.empty((batch, q_heads, shape.q_len), dtype=np.float32)
     cdef Memory scratch = Memory(threads * thread_bytes)
-    cdef Memory stored = Memory(tasks * shape.chunks * store_bytes)
+    cdef Memory stored = Memory(tasks * shape.spans * store_bytes)
     cdef char *base = scratch.start
     cdef char *store = stored.start
     cdef const float *source = <const float *> address(q)
@@ -567,16 +555,16 @@ def attend(q, segments, double scale, softcap, query_bits, probability_bits):
     cdef float *target_lse = <float *> address(log_sum_exp)
     if pieces <= 1:
         for index in prange(tasks, nogil=True, num_threads=threads, schedule="dynamic"):
-            attend_task(source, parts, count, chunks, index, &shape, &options, target, target_lse,
+            attend_task(source, parts, count, spans, index, &shape, &options, target, target_lse,
                         base + thread_bytes * threadid())
         return output, log_sum_exp
     for index in prange(tasks * pieces, nogil=True, num_threads=threads, schedule="dynamic"):
-        attend_piece(source, parts, chunks, index // pieces,
-                     index % pieces * shape.chunks // pieces,
-                     (index % pieces + 1) * shape.chunks // pieces, &shape, &options, store,
+        attend_piece(source, parts, spans, index // pieces,
+                     index % pieces * shape.spans // pieces,
+                     (index % pieces + 1) * shape.spans // pieces, &shape, &options, store,
                      store_bytes, base + thread_bytes * threadid())
     for index in prange(tasks, nogil=True, num_threads=threads, schedule="static"):
-        fold_pieces(parts, count, chunks, index, &shape, store, store_bytes, target, target_lse,
+        fold_pieces(parts, count, spans, index, &shape, store, store_bytes, target, target_lse,
                     base + thread_bytes * threadid())
     return output, log_sum_exp
 

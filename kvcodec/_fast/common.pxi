@@ -15,12 +15,15 @@ from kvcodec import _backend
 from kvcodec.reference._numbers import store
 from kvcodec.reference.fwht import factor_order, inverse_square_root, paley_matrix
 
+cdef extern from * nogil:
+    void prefetch "__builtin_prefetch" (const void *p)
+
+
 cdef extern from "simd.h" nogil:
     float round_even(float x)
     float bits_to_float(uint32_t u)
     uint32_t float_to_bits(float f)
     float exp_nonpositive(float x)
-    float expm1_nonpositive(float x)
     void butterflies(const float *x, const float *signs, Py_ssize_t n, float factor, float *y)
     void butterflies_of_rows(const float *x, const float *signs, Py_ssize_t rows, Py_ssize_t n,
                              float factor, float *y)
@@ -43,7 +46,6 @@ cdef extern from "simd.h" nogil:
 
 
 cdef extern from "softmax.h" nogil:
-    void prefetch "__builtin_prefetch" (const void *p)
     void look_up_levels(uint8_t *codes, Py_ssize_t n, const int8_t *table)
     void float_dots(const float *token, const float *rows, Py_ssize_t stride, Py_ssize_t count,
                     Py_ssize_t n, float *out, Py_ssize_t out_stride)
@@ -52,6 +54,7 @@ cdef extern from "softmax.h" nogil:
     void products_of_sums(const int32_t *sums, const float *scale, float query_scale, float center,
                           bint centered, float *s)
     void finish_scores(float *s, float factor, float limit)
+    void cap_scores(float *s, float cap)
     float probabilities_of_scores(float *s, float largest, float *lanes)
     float probabilities_of_products(float *s, float factor, float limit, float largest,
                                     float *lanes)
@@ -122,14 +125,6 @@ cdef inline float dot_16(const float *a, const float *b, Py_ssize_t n) noexcept 
     for j in range(n - n % 16, n):
         lane[j % 16] = lane[j % 16] + a[j] * b[j]
     return sum_of_16(lane)
-
-
-cdef inline int32_t dot_int8(const int8_t *a, const int8_t *b, Py_ssize_t n) noexcept nogil:
-    cdef int32_t total = 0
-    cdef Py_ssize_t i
-    for i in range(n):
-        total = total + <int32_t> a[i] * b[i]
-    return total
 
 
 cdef inline float load_scale(const void *stored, Py_ssize_t index, bint bfloat16) noexcept nogil:

@@ -77,7 +77,7 @@ def plan_for(codec, head_dim):
 cdef struct Side:
     # Keys or values of one segment: an exact array, the arrays of an Encoded, or a page.
     const float *exact
-    const uint16_t *half       # exact tokens in bfloat16
+    const uint16_t *bfloat16   # exact tokens in 16 bits
     const uint8_t *packed      # canonical rows, or tiles
     Py_ssize_t tile_bytes      # 0 for canonical rows
     void *scale
@@ -100,8 +100,8 @@ cdef Side side_of(x, list keep):
     side.tokens = x.shape[2]
     side.n = x.shape[3]
     if isinstance(x, np.ndarray):
-        if x.dtype == np.uint16:
-            side.half = <const uint16_t *> address(x)
+        if x.itemsize == 2:
+            side.bfloat16 = <const uint16_t *> address(x)
         else:
             side.exact = <const float *> address(x)
         return side
@@ -131,14 +131,16 @@ cdef Side side_of_page(dict page, CodecPlan plan, Py_ssize_t n):
     if plan is None:
         exact = page["exact"]
         side.tokens = exact.shape[2]
-        if exact.dtype == np.uint16:
-            side.half = <const uint16_t *> address(exact)
+        if exact.itemsize == 2:
+            side.bfloat16 = <const uint16_t *> address(exact)
         else:
             side.exact = <const float *> address(exact)
         return side
     packed = page["packed"]
     side.tokens = packed.shape[2] * TILE
-    side.tile_bytes = packed.shape[3]
+    side.tile_bytes = tile_size(n, plan.plan.width, plan.plan.values)
+    if packed.shape[3] != side.tile_bytes:
+        raise ValueError(f"packed must hold tiles of {side.tile_bytes} bytes.")
     side.plan = &plan.plan
     side.packed = <const uint8_t *> address(packed)
     side.scale = <void *> address(page["scale"])

@@ -6,30 +6,8 @@
 
 #include "simd.h"
 
-#if defined(__ARM_NEON)
-#include <arm_neon.h>
-#endif
-
-#define INLINE static inline __attribute__((always_inline))
-
 /* What stays in registers: rows that a token is multiplied with, vectors of channels. */
 enum { ROWS_TOGETHER = 4, CHANNEL_VECTORS = LANES == 4 ? 8 : 64 / LANES };
-
-static inline vfloat fma_lanes(vfloat a, vfloat b, vfloat c)
-{
-#if LANES == 16
-    return (vfloat)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif LANES == 8 && defined(__FMA__)
-    return (vfloat)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#elif defined(__ARM_NEON)
-    return (vfloat)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
-#else
-    vfloat out;
-    for (int i = 0; i < LANES; i++)
-        out[i] = fmaf(a[i], b[i], c[i]);
-    return out;
-#endif
-}
 
 /* Sums of 16 lanes are LANES at a time in SUMS vectors, added up as a tree of halves. */
 #define SUMS (16 / LANES)
@@ -94,7 +72,7 @@ INLINE void add_scaled_channels(const float *tokens, Py_ssize_t count, Py_ssize_
     for (int i = 0; i < vectors; i++)
         total[i] = load(sums + i * LANES);
     for (Py_ssize_t t = 0; t < count; t++) {
-        const vfloat weight = weights[t] - (vfloat){0};
+        const vfloat weight = every(weights[t]);
         for (int i = 0; i < vectors; i++)
             total[i] = fma_lanes(weight, load(tokens + t * n + i * LANES), total[i]);
     }
@@ -127,7 +105,7 @@ static inline void look_up_levels(uint8_t *codes, Py_ssize_t n, const int8_t *ta
         memcpy(&x, codes + i, sizeof x);
 #if defined(__SSSE3__)
         x = (bytes)_mm_shuffle_epi8((__m128i)levels, (__m128i)x);
-#elif defined(__ARM_NEON)
+#elif defined(__aarch64__)
         x = (bytes)vqtbl1q_u8((uint8x16_t)levels, (uint8x16_t)x);
 #else
         for (int j = 0; j < 16; j++)

@@ -179,13 +179,18 @@ cdef inline void prepare_row(const float *q, const Side *keys, Py_ssize_t kv_hea
                                                      work.center_query + row * work.n)
 
 
+cdef inline Py_ssize_t tile_offset(const Side *side, Py_ssize_t head,
+                                   Py_ssize_t tile) noexcept nogil:
+    return (head * (side.tokens // TILE) + tile) * side.tile_bytes
+
+
 cdef inline const uint8_t *tile_at(const Side *side, Py_ssize_t head, Py_ssize_t first,
                                    Py_ssize_t tokens, Work *work) noexcept nogil:
     """The tile that begins at a token; canonical rows are laid out as one."""
     cdef const Plan *plan = side.plan
     cdef Py_ssize_t t
     if side.tile_bytes:
-        return side.packed + (head * (side.tokens // TILE) + first // TILE) * side.tile_bytes
+        return side.packed + tile_offset(side, head, first // TILE)
     for t in range(tokens):
         unpack_row(side.packed + (head * side.tokens + first + t) * plan.row_bytes, plan.n,
                    plan.width, CODES, <int8_t *> work.codes + t * plan.n)
@@ -246,8 +251,8 @@ cdef inline const float *floats_at(const Side *side, Py_ssize_t head, Py_ssize_t
     cdef Py_ssize_t at = (head * side.tokens + first) * side.n
     if side.exact != NULL:
         return side.exact + at
-    if side.half != NULL:
-        widen_bfloat16(side.half + at, tokens * side.n, work.tokens)
+    if side.bfloat16 != NULL:
+        widen_bfloat16(side.bfloat16 + at, tokens * side.n, work.tokens)
     else:
         dequantize_tile(side, head, first, tokens, work)
     return work.tokens
@@ -296,7 +301,7 @@ cdef inline void add_centers(const Side *keys, Py_ssize_t head, Py_ssize_t first
         stop = min((block + 1) * plan.block - first, tokens)
         for row in range(rows):
             product = center_product(keys, head * keys.blocks + block, row, options, work)
-            if stop - t == TILE:
+            if stop - t == TILE:  # the compiler unrolls a loop of known length
                 add_where_centered(work.scores + row * TILE, work.scale, product, TILE)
             else:
                 add_where_centered(work.scores + row * TILE + t, work.scale + t, product, stop - t)
@@ -309,7 +314,7 @@ cdef inline void load_scales(const Side *side, Py_ssize_t at, Py_ssize_t tokens,
     memset(scale + tokens, 0, (TILE - tokens) * sizeof(float))
     if not side.plan.bfloat16:
         memcpy(scale, <const float *> side.scale + at, tokens * sizeof(float))
-    elif tokens == TILE:
+    elif tokens == TILE:  # the compiler unrolls a loop of known length
         widen_bfloat16(<const uint16_t *> side.scale + at, TILE, scale)
     else:
         widen_bfloat16(<const uint16_t *> side.scale + at, tokens, scale)
@@ -340,13 +345,6 @@ cdef inline void products_of_row(const Plan *plan, Py_ssize_t row, Work *work) n
                      work.center[row], work.in_sums and plan.center, work.scores + row * TILE)
 
 
-cdef inline void multiply_rows(const float *a, const float *b, Py_ssize_t n,
-                               float *out) noexcept nogil:
-    cdef Py_ssize_t c
-    for c in range(n):
-        out[c] = a[c] * b[c]
-
-
 cdef inline void fold_group(const Side *keys, Py_ssize_t at, Py_ssize_t rows,
                             Work *work) noexcept nogil:
     """Move the channel scales of a group of tokens into the queries; round them again."""
@@ -360,7 +358,7 @@ cdef inline void fold_group(const Side *keys, Py_ssize_t at, Py_ssize_t rows,
     for row in range(rows):
         q = work.rotated + row * work.n
         work.offset[row] = dot_16(q, work.middle, n)
-        multiply_rows(q, scale, n, work.row)
+        multiply(q, scale, n, work.row)
         work.folded_scale[row] = round_query_row(
             work.row, n, work.depth, work.folded + row * work.depth, work.folded_sum + row)
 

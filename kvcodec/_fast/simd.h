@@ -10,8 +10,15 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
-#if defined(__x86_64__)
+#if defined(__SSE2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+/* Codes are packed as whole words. */
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "kvcodec's fast path is for little-endian processors"
 #endif
 
 #if defined(__AVX512F__)
@@ -506,45 +513,76 @@ static inline void pack_octets(const uint8_t *restrict codes, Py_ssize_t units,
     }
 }
 
-/* x = n ln 2 + r for x >= -87, with ln 2 in two parts and |r| < 0.35. */
-static inline float reduce_ln2(float x, float *r)
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE vfloat every(float x) { return x - (vfloat){0}; }
+
+INLINE vfloat fma_lanes(vfloat a, vfloat b, vfloat c)
 {
-    float n = round_even(x * 1.44269504f);
-    *r = fmaf(n, -1.42860677e-6f, fmaf(n, -0.693145752f, x));
-    return n;
+#if LANES == 16
+    return (vfloat)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif LANES == 8 && defined(__FMA__)
+    return (vfloat)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (vfloat)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    vfloat out;
+    for (int i = 0; i < LANES; i++)
+        out[i] = fmaf(a[i], b[i], c[i]);
+    return out;
+#endif
+}
+
+/* The nearest integers, ties to even, for |x| < 2^22. */
+INLINE vint nearest(vfloat x)
+{
+#if LANES == 16
+    return (vint)_mm512_cvtps_epi32((__m512)x);
+#elif LANES == 8
+    return (vint)_mm256_cvtps_epi32((__m256)x);
+#else
+    return __builtin_convertvector((x + 12582912.0f) - 12582912.0f, vint);
+#endif
+}
+
+/* x = n ln 2 + r for x >= -87, with ln 2 in two parts and |r| < 0.35; returns 2^n. */
+INLINE vfloat reduce_ln2(vfloat x, vfloat *r)
+{
+    const vint whole = nearest(x * 1.44269504f);
+    const vfloat n = __builtin_convertvector(whole, vfloat);
+    *r = fma_lanes(n, every(-1.42860677e-6f), fma_lanes(n, every(-0.693145752f), x));
+    return (vfloat)((whole + 127) << 23);
 }
 
 /* (exp(r) - 1) / r by its Taylor polynomial of degree 6; exp(r) is then right to 6e-9. */
-static inline float exp_slope(float r)
+INLINE vfloat exp_slope(vfloat r)
 {
-    float p = 1.0f / 5040.0f;
-    p = fmaf(p, r, 1.0f / 720.0f);
-    p = fmaf(p, r, 1.0f / 120.0f);
-    p = fmaf(p, r, 1.0f / 24.0f);
-    p = fmaf(p, r, 1.0f / 6.0f);
-    p = fmaf(p, r, 0.5f);
-    return fmaf(p, r, 1.0f);
-}
-
-static inline float power_of_two(float n)
-{
-    return bits_to_float((uint32_t)((int32_t)n + 127) << 23);
+    vfloat p = every(1.0f / 5040.0f);
+    p = fma_lanes(p, r, every(1.0f / 720.0f));
+    p = fma_lanes(p, r, every(1.0f / 120.0f));
+    p = fma_lanes(p, r, every(1.0f / 24.0f));
+    p = fma_lanes(p, r, every(1.0f / 6.0f));
+    p = fma_lanes(p, r, every(0.5f));
+    return fma_lanes(p, r, every(1.0f));
 }
 
 /* exp(x) for x <= 0, the same bits on every processor; 0 below -87. */
-static inline float exp_nonpositive(float x)
+INLINE vfloat exp_lanes(vfloat x)
 {
-    float r, n = reduce_ln2(x < -87.0f ? -87.0f : x, &r);
-    float result = fmaf(exp_slope(r), r, 1.0f) * power_of_two(n);
-    return x < -87.0f ? 0.0f : result;
+    vfloat r;
+    const vfloat power = reduce_ln2(LARGEST(x, every(-87.0f)), &r);
+    const vfloat y = fma_lanes(exp_slope(r), r, every(1.0f)) * power;
+    return (vfloat)((vint)y & (x >= every(-87.0f)));
 }
 
 /* exp(x) - 1 for x <= 0, to full precision near 0. */
-static inline float expm1_nonpositive(float x)
+INLINE vfloat expm1_lanes(vfloat x)
 {
-    float r, n = reduce_ln2(x < -87.0f ? -87.0f : x, &r);
-    float power = power_of_two(n);
-    return fmaf(power, exp_slope(r) * r, power - 1.0f);
+    vfloat r;
+    const vfloat power = reduce_ln2(LARGEST(x, every(-87.0f)), &r);
+    return fma_lanes(power, exp_slope(r) * r, power - 1.0f);
 }
+
+static inline float exp_nonpositive(float x) { return exp_lanes(every(x))[0]; }
 
 #endif

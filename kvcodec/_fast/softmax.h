@@ -13,41 +13,16 @@
 /* A tile is 64 floats of one row: scores, then probabilities. */
 enum { TILE_VECTORS = 64 / LANES };
 
-INLINE vfloat every(float x) { return x - (vfloat){0}; }
-
-INLINE vfloat larger(vfloat a, vfloat b)
-{
-#if LANES == 16
-    return (vfloat)_mm512_max_ps((__m512)a, (__m512)b);
-#elif LANES == 8
-    return (vfloat)_mm256_max_ps((__m256)a, (__m256)b);
-#else
-    const vint mask = a > b;
-    return (vfloat)((mask & (vint)a) | (~mask & (vint)b));
-#endif
-}
-
-INLINE vfloat smaller(vfloat a, vfloat b)
-{
-#if LANES == 16
-    return (vfloat)_mm512_min_ps((__m512)a, (__m512)b);
-#elif LANES == 8
-    return (vfloat)_mm256_min_ps((__m256)a, (__m256)b);
-#else
-    return -larger(-a, -b);
-#endif
-}
-
 INLINE float largest_lane(vfloat v)
 {
 #if LANES == 16
-    v = larger(v, PARTNERS(v, 8));
+    v = LARGEST(v, PARTNERS(v, 8));
 #endif
 #if LANES >= 8
-    v = larger(v, PARTNERS(v, 4));
+    v = LARGEST(v, PARTNERS(v, 4));
 #endif
-    v = larger(v, PARTNERS(v, 2));
-    v = larger(v, PARTNERS(v, 1));
+    v = LARGEST(v, PARTNERS(v, 2));
+    v = LARGEST(v, PARTNERS(v, 1));
     return v[0];
 }
 
@@ -70,37 +45,6 @@ INLINE void add_tile(const vfloat *x, vfloat *sums)
         sums[i] += (x[i] + x[i + SUMS]) + (x[i + 2 * SUMS] + x[i + 3 * SUMS]);
 }
 
-INLINE vint nearest(vfloat x)
-{
-#if LANES == 16
-    return (vint)_mm512_cvtps_epi32((__m512)x);
-#elif LANES == 8
-    return (vint)_mm256_cvtps_epi32((__m256)x);
-#else
-    const vfloat magic = every(12582912.0f);
-    return __builtin_convertvector((x + magic) - magic, vint);
-#endif
-}
-
-/* exp_nonpositive in all lanes. */
-INLINE vfloat exp_lanes(vfloat x)
-{
-    const vfloat within = larger(x, every(-87.0f));
-    const vint whole = nearest(within * 1.44269504f);
-    const vfloat n = __builtin_convertvector(whole, vfloat);
-    const vfloat r = fma_lanes(n, every(-1.42860677e-6f), fma_lanes(n, every(-0.693145752f), within));
-    vfloat p = every(1.0f / 5040.0f);
-    p = fma_lanes(p, r, every(1.0f / 720.0f));
-    p = fma_lanes(p, r, every(1.0f / 120.0f));
-    p = fma_lanes(p, r, every(1.0f / 24.0f));
-    p = fma_lanes(p, r, every(1.0f / 6.0f));
-    p = fma_lanes(p, r, every(0.5f));
-    p = fma_lanes(p, r, every(1.0f));
-    p = fma_lanes(p, r, every(1.0f));
-    p *= (vfloat)((whole + 127) << 23);
-    return (vfloat)((vint)p & (x >= every(-87.0f)));
-}
-
 /* sums * |scale| * query_scale, plus `center` where the scale has no sign. */
 INLINE vfloat product_of(const int32_t *sums, const float *scale, float query_scale, float center,
                          const int centered)
@@ -117,7 +61,7 @@ INLINE vfloat product_of(const int32_t *sums, const float *scale, float query_sc
 /* A score from a product: times a factor, and not beyond `limit` in magnitude. */
 INLINE vfloat score_of(vfloat x, float factor, float limit)
 {
-    return larger(smaller(x * factor, every(limit)), every(-limit));
+    return LARGEST(LEAST(x * factor, every(limit)), every(-limit));
 }
 
 static inline void products_of_sums(const int32_t *sums, const float *scale, float query_scale,
@@ -127,6 +71,18 @@ static inline void products_of_sums(const int32_t *sums, const float *scale, flo
         const int at = i * LANES;
         store(s + at, centered ? product_of(sums + at, scale + at, query_scale, center, 1)
                                : product_of(sums + at, scale + at, query_scale, 0, 0));
+    }
+}
+
+/* cap * tanh(s / cap), with tanh from exp(-2 |x|) - 1, which does not cancel. */
+static inline void cap_scores(float *s, float cap)
+{
+    for (int i = 0; i < TILE_VECTORS; i++) {
+        const vfloat x = load(s + i * LANES) / cap;
+        const vint sign = (vint)x & (vint)every(-0.0f);
+        const vfloat power = expm1_lanes((vfloat)((vint)x | (vint)every(-0.0f)) * 2.0f);
+        const vfloat y = (-power / (power + 2.0f)) * cap;
+        store(s + i * LANES, (vfloat)((vint)y ^ sign));
     }
 }
 
@@ -144,7 +100,7 @@ INLINE float probabilities_of(vfloat *x, float largest, float *lanes, float *p)
     vfloat top = x[0], sums[SUMS];
     memcpy(sums, lanes, sizeof sums);
     for (int i = 1; i < TILE_VECTORS; i++)
-        top = larger(top, x[i]);
+        top = LARGEST(top, x[i]);
     if (any_above(top, largest)) {
         const float highest = largest_lane(top), ratio = exp_nonpositive(largest - highest);
         for (int i = 0; i < SUMS; i++)
@@ -224,7 +180,7 @@ INLINE float digits_of(const float *p, const float *scale, const int bits, float
     vint lower = {0}, upper = {0};
     for (int i = 0; i < TILE_VECTORS; i++) {
         w[i] = load(p + i * LANES) * load(scale + i * LANES);
-        top = i ? larger(top, w[i]) : w[0];
+        top = i ? LARGEST(top, w[i]) : w[0];
     }
     const float largest = largest_lane(top), most = (float)((1 << bits) - 1);
     const int any = largest >= least;

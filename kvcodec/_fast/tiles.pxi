@@ -27,8 +27,17 @@ cdef enum:
     GROUP = 16                 # lanes of a group
 
 cdef int8_t CODES[256]         # unpacks to the codes themselves
-for _code in range(256):
-    CODES[_code] = <int8_t> <uint8_t> _code
+
+cdef void fill_codes() noexcept:
+    cdef int code
+    for code in range(256):
+        CODES[code] = <int8_t> <uint8_t> code
+
+fill_codes()
+
+
+cdef inline Py_ssize_t tile_size(Py_ssize_t n, int width, bint values) noexcept nogil:
+    return value_tile_bytes(n, width) if values else key_tile_bytes(n, width)
 
 
 cdef inline void pack_tile(const uint8_t *codes, Py_ssize_t tokens, Py_ssize_t n, int width,
@@ -66,6 +75,8 @@ def write_tiles(tiles, Py_ssize_t slot, packed, Py_ssize_t n, int width, str sid
     cdef Py_ssize_t first_tile = slot // TILE, tiles_used = (slot + tokens + TILE - 1) // TILE
     cdef bint values = side == "value"
     cdef uint8_t[:, :, :] target = tiles
+    if tiles.strides[2] != 1:
+        raise ValueError("tiles must have their bytes side by side.")
     packed = np.ascontiguousarray(packed)
     cdef const uint8_t *source = <const uint8_t *> address(packed)
     cdef uint8_t[::1] scratch = np.empty(TILE * n, dtype=np.uint8)
@@ -84,6 +95,8 @@ def read_tiles(tiles, Py_ssize_t tokens, Py_ssize_t n, int width, str side):
     cdef Py_ssize_t heads = tiles.shape[0]
     cdef Py_ssize_t row_bytes = (n * width + 7) // 8, head, tile, members, t
     cdef bint values = side == "value"
+    if tiles.strides[2] != 1:
+        raise ValueError("tiles must have their bytes side by side.")
     packed = np.empty((heads, tokens, row_bytes), dtype=np.uint8)
     cdef const uint8_t[:, :, :] source = tiles
     cdef uint8_t *target = <uint8_t *> address(packed)

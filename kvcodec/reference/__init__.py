@@ -7,6 +7,7 @@ name in the compiled fast path. Read in this order: `_numbers`, `fwht`, `srht`, 
 `window`.
 """
 
+from kvcodec.reference._numbers import largest_magnitude_of
 from kvcodec.reference.attention import attend, merge, scores, value_sums
 from kvcodec.reference.center import block_means, center_blocks
 from kvcodec.reference.encode import decode, encode
@@ -33,6 +34,7 @@ __all__ = [
     "encode",
     "fwht",
     "inverse_srht",
+    "largest_magnitude_of",
     "merge",
     "pack",
     "quantize_asymmetric",

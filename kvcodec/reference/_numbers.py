@@ -12,6 +12,11 @@ import numpy as np
 SMALLEST_NORMAL = np.float32(2.0**-126)
 
 
+def largest_magnitude_of(x: np.ndarray) -> float:
+    """Maximum of |x_i| in an array that is not empty, NaN where it holds one."""
+    return max(float(x.max()), -float(x.min()))
+
+
 def round_up_to_bfloat16(x: np.ndarray) -> np.ndarray:
     """Round non-negative float32 up to the next bfloat16, returned as float32."""
     bits = np.asarray(x, dtype=np.float32).view(np.uint32)

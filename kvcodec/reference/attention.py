@@ -40,6 +40,7 @@ import numpy as np
 from kvcodec._segment import Segment
 from kvcodec.blocks import Blocks
 from kvcodec.encoded import Encoded
+from kvcodec.reference import tiles
 from kvcodec.reference._numbers import lane_sum, load, reciprocal, round_scale
 from kvcodec.reference.encode import (
     decode_rotated,
@@ -50,8 +51,8 @@ from kvcodec.reference.encode import (
     unrotate,
 )
 from kvcodec.reference.symmetric import dequantize_symmetric
+from kvcodec.reference.tiles import TILE
 
-TILE = 64
 CENTER_QUERY_BITS = 15
 SATURATION = np.float32(2.0**126)
 SMALLEST_TILE_WEIGHT = np.float32(2.0**-112)
@@ -201,7 +202,8 @@ def units(segment: Segment) -> Iterator[Segment]:
     if not isinstance(segment.keys, Blocks):
         yield segment
         return
-    for (number, keys), (_, values) in zip(segment.keys, segment.values, strict=True):
+    pairs = zip(segment.keys.unpacked(tiles), segment.values.unpacked(tiles), strict=True)
+    for (number, keys), (_, values) in pairs:
         edges = (np.maximum(edge - number, 0) for edge in (segment.start, segment.stop))
         yield Segment(keys, values, *edges)
 
