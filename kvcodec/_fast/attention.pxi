@@ -2,12 +2,13 @@
 # positions: all query heads that share the KV head go through keys and values together. For each
 # tile of 64 tokens that any of its queries sees, the products of all rows are taken (scores.pxi),
 # the running maximum and sum are updated (softmax.h), and the values are summed (value_sums.pxi),
-# which stay in the rotated domain until the end. At token numbers that are multiples of 1,024 a new
-# running softmax begins, with the next unit of pages; they are folded into one another in the order of the tokens. So the result
-# depends neither on threads nor on whether one thread goes through all of them or several take them
-# in pieces, which happens where there are fewer tasks than threads could share. Tiles are counted
-# from the beginning of an array or unit, and a token that is masked contributes exact zeros, so a
-# skipped tile and a masked one are the same.
+# which stay in the rotated domain until the end. At token numbers that are multiples of 1,024 (with
+# the next unit, where tokens lie in pages) a new running softmax begins; they are folded into one
+# another in the order of the tokens. So the result depends neither on threads nor on whether one
+# thread goes through all of them or several take them in pieces, which happens where there are
+# fewer tasks than threads could share. Tiles are counted from the beginning of an array or unit,
+# and a token that is masked contributes exact zeros, so a skipped tile and a masked one are the
+# same.
 
 from kvcodec import blocks as _blocks
 
@@ -232,7 +233,7 @@ cdef inline void attend_unit(const Unit *unit, const Unit *next_unit, const Task
 
 
 cdef inline bint attend_span(const float *q, const Part *parts, const Span *span, Task *task,
-                              const Options *options, Work *work) noexcept nogil:
+                             const Options *options, Work *work) noexcept nogil:
     """Run the rows of a task over a span, into work.part; whether any row sees some of it."""
     cdef const Part *part = parts + span.part
     cdef const int64_t *start = part.start + task.batch * task.q_len + task.first

@@ -519,8 +519,8 @@ static void dot_run_expanded(dot_job *job, int bits, int kind)
 /* `groups` neighboring groups of 16 lanes, of the tile's `stride_groups`, times `rows` rows of int8
    weights (not -128), which are zeros from the depth to the end of its last chunk. The levels of
    codes of up to 4 bits are those of `table`, -127 to 127, or else code - half; of 8-bit codes they
-   are code - 128. The caller knows the sum of each row's weights, whether none is negative, and how many bytes
-   away what it will read next lies, which is fetched meanwhile. */
+   are code - 128. The caller knows the sum of each row's weights, whether none is negative, and how
+   many bytes away what it will read next lies, which is fetched meanwhile. */
 static void dot_lanes(const uint8_t *packed, Py_ssize_t stride_groups, Py_ssize_t groups,
                       Py_ssize_t chunks, int bits, const int8_t *table, const int8_t *weights,
                       Py_ssize_t weights_stride, const int32_t *weight_sums, int nonnegative,
