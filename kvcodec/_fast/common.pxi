@@ -46,6 +46,7 @@ cdef extern from "simd.h" nogil:
 
 
 cdef extern from "softmax.h" nogil:
+    void widen_strided(const uint16_t *x, Py_ssize_t stride, Py_ssize_t count, float *out)
     void look_up_levels(uint8_t *codes, Py_ssize_t n, const int8_t *table)
     void float_dots(const float *token, const float *rows, Py_ssize_t stride, Py_ssize_t count,
                     Py_ssize_t n, float *out, Py_ssize_t out_stride)
@@ -147,6 +148,24 @@ cdef inline void load_row(const void *stored, Py_ssize_t index, Py_ssize_t n, bi
         widen_bfloat16(<const uint16_t *> stored + index, n, out)
     else:
         memcpy(out, <const float *> stored + index, n * sizeof(float))
+
+
+cdef inline void load_strided(const void *stored, Py_ssize_t index, Py_ssize_t stride,
+                              Py_ssize_t n, bint bfloat16, float *out) noexcept nogil:
+    """Scales or zero points of which every stride-th is wanted."""
+    cdef const float *x = <const float *> stored + index
+    cdef Py_ssize_t i
+    if bfloat16:
+        widen_strided(<const uint16_t *> stored + index, stride, n, out)
+    else:
+        for i in range(n):
+            out[i] = x[i * stride]
+
+
+cdef inline void add_to_row(float *x, float y, Py_ssize_t n) noexcept nogil:
+    cdef Py_ssize_t i
+    for i in range(n):
+        x[i] = x[i] + y
 
 
 cdef inline void add_scaled_row(float *out, const float *x, float factor,

@@ -94,6 +94,24 @@ static inline void add_scaled_tokens(const float *tokens, Py_ssize_t count, Py_s
             sums[c] = fmaf(weights[t], tokens[t * n + c], sums[c]);
 }
 
+INLINE void widen_each(const uint16_t *x, const Py_ssize_t stride, Py_ssize_t count, float *out)
+{
+    uint32_t *bits = (uint32_t *)out;
+    for (Py_ssize_t i = 0; i < count; i++)
+        bits[i] = (uint32_t)x[i * stride] << 16;
+}
+
+/* out[i] = x[i * stride] from bfloat16; compilers load constant strides in vectors. */
+static void widen_strided(const uint16_t *x, Py_ssize_t stride, Py_ssize_t count, float *out)
+{
+    switch (stride) {
+    case 2: widen_each(x, 2, count, out); break;
+    case 4: widen_each(x, 4, count, out); break;
+    case 8: widen_each(x, 8, count, out); break;
+    default: widen_each(x, stride, count, out);
+    }
+}
+
 /* Codes below 16 to their levels in place; the table has 16 entries. */
 static inline void look_up_levels(uint8_t *codes, Py_ssize_t n, const int8_t *table)
 {

@@ -8,15 +8,15 @@ cdef inline void round_rows(const Side *values, Py_ssize_t at, Py_ssize_t tokens
                             Py_ssize_t rows, int bits, Work *work) noexcept nogil:
     """Round probabilities times the scales of a group of channels, for all rows."""
     cdef const Plan *plan = values.plan
-    cdef Py_ssize_t row, t
+    cdef Py_ssize_t row
     cdef int8_t *digits
     cdef const float *p
     if plan.groups == 1:
         load_scales(values, at, tokens, work.scale)
     else:
-        memset(work.scale, 0, TILE * sizeof(float))
-        for t in range(tokens):
-            work.scale[t] = load_scale(values.scale, (at + t) * plan.groups + group, plan.bfloat16)
+        memset(work.scale + tokens, 0, (TILE - tokens) * sizeof(float))
+        load_strided(values.scale, at * plan.groups + group, plan.groups, tokens, plan.bfloat16,
+                     work.scale)
     for row in range(rows):
         p = work.scores + row * TILE
         digits = work.digits + row * TILE
@@ -75,15 +75,14 @@ cdef inline void add_midpoints(const Side *values, Py_ssize_t at, Py_ssize_t tok
                                Py_ssize_t rows, float *sums, Work *work) noexcept nogil:
     """Add what the midpoints of a group of channels weigh; its scales lie in work.scale."""
     cdef const Plan *plan = values.plan
-    cdef Py_ssize_t row, t, c
-    cdef float half = 1 << (plan.bits - 1), offset
-    for t in range(tokens):
-        work.weights[t] = half * work.scale[t] + load_scale(
-            values.zero_point, (at + t) * plan.groups + group, plan.bfloat16)
+    cdef Py_ssize_t row
+    memset(work.weights + tokens, 0, (TILE - tokens) * sizeof(float))
+    load_strided(values.zero_point, at * plan.groups + group, plan.groups, tokens, plan.bfloat16,
+                 work.weights)
+    add_scaled_row(work.weights, work.scale, 1 << (plan.bits - 1), TILE)
     for row in range(rows):
-        offset = dot_16(work.scores + row * TILE, work.weights, tokens)
-        for c in range(start, stop):
-            sums[row * work.n + c] = sums[row * work.n + c] + offset
+        add_to_row(sums + row * work.n + start,
+                   dot_16(work.scores + row * TILE, work.weights, TILE), stop - start)
 
 
 cdef inline void add_values(const Side *values, Py_ssize_t head, Py_ssize_t first,
