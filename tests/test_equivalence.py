@@ -411,6 +411,14 @@ def tiles_and_rows(draw, width, side):
     return tile(before, width, side), slot, kv.pack(rows, width), n
 
 
+def contents():
+    """Bytes of any number, few or many."""
+    counts = st.integers(0, 300) | st.sampled_from((4096, 100_003))
+    return st.tuples(short_seeds, counts).map(
+        lambda drawn: rng(drawn[0]).integers(0, 256, drawn[1], np.uint8)
+    )
+
+
 def write_and_read(width, side):
     def call(page, slot, rows, n):
         page = page.copy()
@@ -707,6 +715,7 @@ TABLE = [
         if key and value
     ),
     Case("merge_attention", ("merge",), parts_to_merge(), kv.merge_attention, merge_truth),
+    Case("read_all", ("read_all",), st.tuples(contents()), twin("read_all")),
 ]
 
 

@@ -4,7 +4,7 @@ The functions take clean arrays (float32, right shape) and hold only the algorit
 functions of the package check what they are given and then call these, or their twins of the same
 name in the compiled fast path. Read in this order: `_numbers`, `fwht`, `srht`, `symmetric`, `kivi`,
 `codebook_solver`, `lloyd_max`, `packing`, `center`, `equalize`, `encode`, `tiles`, `attention`,
-`window`.
+`window`; `memory` serves the benchmark.
 """
 
 from kvcodec.reference._numbers import largest_magnitude_of
@@ -15,6 +15,7 @@ from kvcodec.reference.equalize import channel_energy
 from kvcodec.reference.fwht import fwht
 from kvcodec.reference.kivi import dequantize_asymmetric, quantize_asymmetric
 from kvcodec.reference.lloyd_max import dequantize_lloyd_max, quantize_lloyd_max
+from kvcodec.reference.memory import read_all
 from kvcodec.reference.packing import pack, unpack
 from kvcodec.reference.srht import inverse_srht, srht
 from kvcodec.reference.symmetric import dequantize_symmetric, quantize_symmetric
@@ -40,6 +41,7 @@ __all__ = [
     "quantize_asymmetric",
     "quantize_lloyd_max",
     "quantize_symmetric",
+    "read_all",
     "read_tiles",
     "scores",
     "srht",
