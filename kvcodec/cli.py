@@ -1,4 +1,4 @@
-"""The command ``kvcodec``: ``eval`` measures codecs, ``info`` says what is installed."""
+"""The command ``kvcodec``: ``eval`` and ``bench`` measure, ``info`` says what is installed."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import click
 from kvcodec import PRESETS, __version__, get_config
 
 if TYPE_CHECKING:
+    from kvcodec.benchmark import PeerMeasurement
     from kvcodec.evaluation import AttentionQuality, CodecPair, Tensors
 
 __all__ = ["main"]
@@ -160,6 +161,111 @@ def evaluate(
         evaluation.print_table(evaluation.make_table(rows, tensors))
 
 
+@main.command("bench")
+@click.option(
+    "--context",
+    "contexts",
+    type=click.IntRange(1, 2**24),
+    metavar="N",
+    multiple=True,
+    help="Tokens that a decoded query attends to. Can be repeated. By default 4096 and 32768.",
+)
+@click.option(
+    "--codec",
+    "names",
+    metavar="NAME",
+    multiple=True,
+    help="What to measure beside int4, by a name as of kvcodec eval: int8, lm4/lm2. Can be "
+    "repeated. By default all presets.",
+)
+@click.option(
+    "--threads",
+    type=click.IntRange(1, 1024),
+    metavar="N",
+    multiple=True,
+    help="Threads. Can be repeated. By default as many as other calls use.",
+)
+@click.option("--q-heads", type=click.IntRange(1), default=32, show_default=True)
+@click.option("--kv-heads", type=click.IntRange(1), default=8, show_default=True)
+@click.option("--head-dim", type=click.IntRange(1), default=128, show_default=True)
+@click.option(
+    "--repeats",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Rounds that each median is taken of. By default 25.",
+)
+@click.option("--quick", is_flag=True, help="Few codecs, small sizes, 5 rounds: a look, no figure.")
+@_json_option
+@click.option(
+    "--plot",
+    "plot_file",
+    metavar="FILE",
+    help="Draw time against context, as .pdf, .png or .svg (needs matplotlib).",
+)
+@click.option(
+    "--peers",
+    is_flag=True,
+    help="Measure other libraries too, those of torch, onnxruntime, openvino, llama-cpp-python, "
+    "fht-cpu and faiss-cpu that are installed (extra bench).",
+)
+@click.option("--llama", metavar="PATH", help="--peers, with the ggml of llama.cpp from here.")
+@click.option("--ik-llama", metavar="PATH", help="--peers, with the ggml of ik_llama.cpp too.")
+def bench(
+    contexts: tuple[int, ...],
+    names: tuple[str, ...],
+    threads: tuple[int, ...],
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    repeats: int | None,
+    quick: bool,
+    json_file: str | None,
+    plot_file: str | None,
+    peers: bool,
+    llama: str | None,
+    ik_llama: str | None,
+) -> None:
+    """Measure how fast codecs and attention are.
+
+    What is compared takes turns in rounds, and a ratio is the median of those within each round:
+    to a plain loop that reads as many bytes, to int4, or to another library. Single times are of
+    no use where others share the machine.
+    """
+    from kvcodec import benchmark
+    from kvcodec.evaluation import check_plot, print_table
+
+    _check_environment()
+    shape = benchmark.Shape(q_heads, kv_heads, head_dim)
+    settings = benchmark.make_settings(shape, contexts, names, threads, repeats, quick)
+    libraries = _ggml_libraries(llama, ik_llama)
+    if plot_file is not None:
+        check_plot(plot_file)
+    _check_files(json_file, plot_file)
+    _check_distinct(json_file=json_file, plot_file=plot_file)
+    machine = benchmark.describe_machine()
+    try:
+        with _progress("measuring") as progress:
+            rows = benchmark.run_benchmark(settings, progress)
+    except MemoryError:
+        raise ValueError("the caches do not fit into memory; take shorter contexts.") from None
+    compared: list[PeerMeasurement] = []
+    missing: dict[str, str] = {}
+    if peers or libraries:
+        with _progress("measuring other libraries") as progress:
+            compared, missing = benchmark.compare_with_peers(settings, libraries, progress)
+    if plot_file is not None:
+        benchmark.draw_times(rows, settings, plot_file)
+    if json_file is not None:
+        command = settings.command(*_peer_words(peers, llama, ik_llama))
+        _write_json(benchmark.results_to_json(command, machine, rows, compared, missing), json_file)
+    if json_file != STANDARD_OUTPUT:
+        click.echo(benchmark.describe_settings(settings, machine))
+        for table in benchmark.make_tables(rows, compared):
+            print_table(table)
+        for name, reason in missing.items():
+            click.echo(f"Not measured: {name}: {reason}")
+
+
 @main.command()
 @_json_option
 def info(json_file: str | None) -> None:
@@ -210,6 +316,22 @@ def _check_distinct(**files: str | None) -> None:
         seen[path] = option
 
 
+def _ggml_libraries(llama: str | None, ik_llama: str | None) -> dict[str, str]:
+    """The libraries that are given by their paths, by the names of the peers."""
+    from kvcodec.benchmark.peers.cases import check_library
+
+    given = (("llama.cpp", llama, "--llama"), ("ik_llama", ik_llama, "--ik-llama"))
+    return {name: check_library(path, option) for name, path, option in given if path is not None}
+
+
+def _peer_words(peers: bool, llama: str | None, ik_llama: str | None) -> list[str]:
+    """The words of the command that ask for other libraries."""
+    words = ["--peers"] if peers else []
+    for option, path in (("--llama", llama), ("--ik-llama", ik_llama)):
+        words += [] if path is None else [option, path]
+    return words
+
+
 def _chosen_pairs(names: Sequence[str]) -> list[CodecPair]:
     from kvcodec.evaluation import DEFAULT_NAMES, codec_pair
 
@@ -241,22 +363,23 @@ def _possible_pairs(
 def _evaluate_with_progress(
     tensors: Tensors, pairs: Sequence[CodecPair], sinks: int, recent: int
 ) -> list[AttentionQuality]:
+    from kvcodec.evaluation import evaluate_attention
+
+    with _progress("evaluating") as progress:
+        return evaluate_attention(tensors, pairs, sinks=sinks, recent=recent, progress=progress)
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[Callable[[float], None]]:
+    """A bar on a terminal, and what tells it the part that is done."""
     from rich.console import Console
     from rich.progress import Progress
-
-    from kvcodec.evaluation import evaluate_attention
 
     is_terminal = sys.stderr is not None and sys.stderr.isatty()
     bar = Progress(console=Console(stderr=True), transient=True, disable=not is_terminal)
     with bar:
-        task = bar.add_task("evaluating", total=1.0)
-        return evaluate_attention(
-            tensors,
-            pairs,
-            sinks=sinks,
-            recent=recent,
-            progress=lambda done: bar.update(task, completed=done),
-        )
+        task = bar.add_task(what, total=1.0)
+        yield lambda done: bar.update(task, completed=done)
 
 
 def _note_unequalized(

@@ -1,0 +1,346 @@
+"""The benchmark: that it measures what it says and reports it; no time is asserted."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+
+import kvcodec as kv
+from kvcodec import benchmark
+from kvcodec.benchmark import peers
+from kvcodec.benchmark.peers.process import worker_environment
+from kvcodec.benchmark.report import time_text
+from kvcodec.benchmark.settings import CODECS, cache_pair
+from kvcodec.benchmark.timing import median_ratio, settled, timed, timed_rounds, turn
+from kvcodec.benchmark.work import attended_bytes, filled_caches, kv_chunks, queries
+from kvcodec.blocks import PAGE_UNITS, TILE
+from kvcodec.cli import main
+from kvcodec.reference.memory import read_all
+
+TINY = (
+    *("bench", "--quick", "--context", 130, "--repeats", 1, "--threads", 1),
+    *("--q-heads", 4, "--kv-heads", 2, "--head-dim", 64),
+)
+FIELDS = [
+    *("task", "name", "tokens", "threads", "seconds", "lower_quartile", "upper_quartile"),
+    *("nbytes", "read_seconds", "share_of_read", "base", "relative"),
+]
+TASKS = {"decode", "floats", "prefill", "fwht", "encode", "block", "few"}
+
+FAKE = """
+import os, sys
+import numpy as np
+import kvcodec as kv
+
+def fht(x, inplace=True, num_threads=1):
+    print("a library's own words")
+    {body}
+    return kv.fwht(x) * np.float32(x.shape[-1] ** 0.5)
+"""
+
+
+@pytest.fixture
+def run(capsys):
+    """Run the command; its exit code, standard output and standard error."""
+
+    def command(*arguments):
+        with pytest.raises(SystemExit) as leaving:
+            main([str(argument) for argument in arguments], prog_name="kvcodec")
+        captured = capsys.readouterr()
+        return leaving.value.code or 0, captured.out, captured.err
+
+    return command
+
+
+@pytest.fixture
+def no_peers(monkeypatch):
+    """No other library is installed."""
+    find_spec = peers.cases.importlib.util.find_spec
+    needed = {name for peer in peers.PEERS for name in peer.needs}
+    monkeypatch.setattr(
+        "kvcodec.benchmark.peers.cases.importlib.util.find_spec",
+        lambda name: None if name in needed else find_spec(name),
+    )
+
+
+@pytest.fixture
+def fake_peer(monkeypatch, tmp_path):
+    """Put a module fht_cpu where it is found, which does something before it transforms."""
+
+    def install(body="pass"):
+        (tmp_path / "fht_cpu.py").write_text(FAKE.format(body=body))
+        monkeypatch.syspath_prepend(tmp_path)
+        path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+        monkeypatch.setenv("PYTHONPATH", path)
+        fakes = tuple(peer for peer in peers.PEERS if peer.name == "fht-cpu")
+        monkeypatch.setattr("kvcodec.benchmark.peers.compare.PEERS", fakes)
+
+    return install
+
+
+@pytest.fixture
+def tiny():
+    """Settings that take no time."""
+    return benchmark.make_settings(benchmark.Shape(4, 2, 64), [130], [], [1], 1, quick=True)
+
+
+# The command
+
+
+def test_help(run):
+    code, out, err = run("bench", "--help")
+    assert code == 0
+    assert out.startswith("Usage: kvcodec bench")
+    assert err == ""
+
+
+def test_tables(run):
+    code, out, err = run(*TINY)
+    assert code == 0
+    assert err == ""
+    assert out.startswith(f"kvcodec {kv.__version__}, ")
+    assert "4 query heads, 2 KV heads, head_dim 64; medians of 1 rounds" in out
+    for text in ("share of", "int4 in floats", "exact", "in place", "lm4 keys", "append_attend"):
+        assert text in out
+
+
+@pytest.mark.usefixtures("no_peers")
+def test_json_holds_everything(run, tmp_path):
+    file = tmp_path / "times.json"
+    code, out, _ = run(*TINY, "--codec", "lm4/lm2", "--threads", 2, "--peers", "--json", file)
+    assert code == 0
+    assert "Not measured: torch: torch not installed" in out
+    content = json.loads(file.read_text())
+    assert list(content) == ["command", "machine", "measurements", "peers", "missing"]
+    assert content["peers"] == []
+    assert list(content["missing"]) == [peer.name for peer in peers.PEERS]
+    assert content["machine"] | {"load": 0} == benchmark.describe_machine() | {"load": 0}
+    assert {"processor", "cores", "simd", "version"} < set(content["machine"])
+    rows = content["measurements"]
+    assert all(list(row) == FIELDS for row in rows)
+    assert {row["task"] for row in rows} == TASKS
+    decode = [row for row in rows if row["task"] == "decode"]
+    assert [(row["name"], row["threads"]) for row in decode] == [
+        *(("int4", 1), ("lm4/lm2", 1), ("int4", 2), ("lm4/lm2", 2)),
+    ]
+    for row in decode:
+        assert row["share_of_read"] == pytest.approx(row["read_seconds"] / row["seconds"])
+        assert row["base"] == "int4"
+    assert decode[0]["relative"] == 1
+
+
+def test_the_command_in_json_measures_the_same(run):
+    first, second = ("command", "measurements")
+    _, out, _ = run(*TINY, "--json")
+    told = json.loads(out)
+    words = told[first].split()
+    assert words[:3] == ["kvcodec", "bench", "--quick"]
+    _, out, _ = run(*words[1:], "--json", "-")
+    again = json.loads(out)
+    assert again[first] == told[first]
+    assert [row["name"] for row in again[second]] == [row["name"] for row in told[second]]
+
+
+def test_a_picture_is_drawn(run, tmp_path):
+    file = tmp_path / "times.svg"
+    assert run(*TINY, "--context", 200, "--plot", file)[0] == 0
+    assert "<svg" in file.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--context", 0), "0 is not in the range"),
+        (("--context", "long"), "'long' is not a valid integer"),
+        (("--threads", 0), "0 is not in the range"),
+        (("--repeats", 0), "0 is not in the range"),
+        (("--q-heads", 7), "q_heads must be a multiple of kv_heads, 8, but 7 was given"),
+        (("--head-dim", 100), "must be m * 2^k"),
+        (("--codec", "int5"), "codec must be fp16, one of int8"),
+        (("--codec", "fp16"), "codec must be a packed one"),
+        (("--codec", "lm4", "--head-dim", 8192), "head_dim"),
+        (("--json", "/nowhere/times.json"), "/nowhere is no folder"),
+        (("--plot", "times.gif"), "plot must be a file ending in .pdf, .png, .svg"),
+        (("--json", "/tmp/times.svg", "--plot", "/tmp/times.svg"), "must be another file"),
+        (("--llama", "/nowhere"), "--llama must be a shared library of ggml"),
+        (("--ik-llama", os.path.dirname(__file__)), "--ik-llama must be a shared library"),
+        (("--peer",), "No such option"),
+        (("more",), "unexpected extra argument"),
+    ],
+)
+def test_errors_are_one_line(run, arguments, message):
+    code, out, err = run("bench", *arguments)
+    assert code == 2
+    assert out == ""
+    assert err.startswith("Error: ")
+    assert err.count("\n") == 1
+    assert message in err
+
+
+def test_too_little_memory_is_one_line(run, monkeypatch):
+    def fail(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(benchmark, "run_benchmark", fail)
+    code, out, err = run(*TINY)
+    assert (code, out) == (2, "")
+    assert err == "Error: the caches do not fit into memory; take shorter contexts.\n"
+
+
+def test_the_reference_can_be_measured(run):
+    with kv.config_context(backend="reference"):
+        code, out, _ = run(*TINY, "--context", 70)
+    assert code == 0
+    assert "reference path;" in out
+
+
+# What is measured
+
+
+def test_rounds_take_turns():
+    order = []
+    measures = {name: timed(lambda _, name=name: order.append(name)) for name in "abc"}
+    samples = timed_rounds(measures, repeats=3, warmup=1)
+    assert "".join(order) == "abcbcacababc"
+    assert {name: len(seconds) for name, seconds in samples.items()} == {"a": 3, "b": 3, "c": 3}
+    assert all((seconds >= 0).all() for seconds in samples.values())
+
+
+def test_preparation_is_given_and_not_counted(monkeypatch):
+    clock = iter(range(100))
+    monkeypatch.setattr("kvcodec.benchmark.timing.time.perf_counter", lambda: next(clock))
+    seen = []
+    measure = timed(seen.append, prepare=lambda: next(clock))
+    assert measure() == 1
+    assert seen == [0]
+    assert turn(measure) == settled(measure)() == 1
+    assert seen == [0, 3, 6, 9]
+
+
+def test_ratios_are_taken_within_rounds():
+    assert median_ratio(np.array([1.0, 20, 3]), np.array([2.0, 10, 6])) == 0.5
+
+
+@pytest.mark.parametrize("name", [*CODECS, "kivi4 g128", "int4 plain"])
+def test_attended_bytes_are_those_of_memory(name):
+    """Where all pages are full; but for the numbers of their tokens, and for room in the tail."""
+    shape, pair = benchmark.Shape(4, 2, 64), cache_pair(name)
+    packed = 2 * PAGE_UNITS * max(TILE, pair.block)
+    memory = filled_caches([pair], shape, packed + 68)[name].memory()["layers"][0]
+    body, exact = (
+        sum(memory[side][part] for side in ("key", "value") for part in parts)
+        for parts in (("body",), ("sinks", "tail"))
+    )
+    kept = 68 * 2 * 2 * 64 * 4
+    numbers = 2 * 2 * 8 * 2 * PAGE_UNITS
+    assert attended_bytes(pair, shape, packed + 68) == kept + body - numbers
+    assert kept <= exact
+    assert attended_bytes(pair, shape, 67) == 67 * 2 * 2 * 64 * 4
+
+
+def test_data_are_the_same_each_time():
+    shape = benchmark.Shape(4, 2, 64)
+    first, second = (list(kv_chunks(shape, 1100)) for _ in range(2))
+    assert [x.shape for x in first] == [(2, 1, 2, 1024, 64), (2, 1, 2, 76, 64)]
+    assert all((x == y).all() for x, y in zip(first, second, strict=True))
+    assert (queries(shape, 3) == queries(shape, 3)).all()
+
+
+def test_a_shape_leaves_out_default_codecs_that_it_does_not_allow():
+    names = [
+        pair.name for pair in benchmark.make_settings(benchmark.Shape(4, 2, 2), threads=[1]).codecs
+    ]
+    assert names == ["int4", "int8", "int3", "int2", "kivi4", "kivi2"]
+
+
+def test_read_all_reads_every_byte():
+    x = np.zeros(1003, dtype=np.uint8)
+    for i in range(x.size):
+        x[i] = 7
+        assert read_all(x) == 7 << 8 * (i % 8)
+        x[i] = 0
+
+
+# The report
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 us"), (3.456e-7, "0.346 us"), (1.5e-5, "15.0 us"), (2e-3, "2.00 ms"), (1.5, "1500 ms")],
+)
+def test_times_have_three_digits(seconds, text):
+    assert time_text(seconds) == text
+
+
+def test_tables_are_at_most_100_columns():
+    from rich.console import Console
+    from rich.measure import Measurement as Width
+
+    quartiles = (1.2344, 1.2, 1.3)
+    rows = [
+        benchmark.Measurement(
+            task, name, 131072, 64, *quartiles, 987654321, 0.1, 0.95, "int4", 12.34
+        )
+        for task in TASKS
+        for name in ("kivi4/kivi2 unrotated", "append_attend")
+    ]
+    compared = [
+        benchmark.PeerMeasurement(
+            peer.name, case.name, case.task, 131072, 64, case.ours, 1.2, 1.2, 123.4, 0.012
+        )
+        for peer in peers.PEERS
+        for case in peer.cases
+    ]
+    tables = benchmark.make_tables(rows, compared)
+    assert len(tables) == 4
+    for table in tables:
+        console = Console(width=1000)
+        assert Width.get(console, console.options, table).minimum <= 100
+
+
+# Other libraries
+
+
+def test_a_library_in_another_process(fake_peer, tiny):
+    fake_peer()
+    rows, missing = benchmark.compare_with_peers(tiny)
+    assert missing == {}
+    assert [row.name for row in rows] == ["in place", "out of place"]
+    for row in rows:
+        assert (row.peer, row.task, row.threads) == ("fht-cpu", "fwht", 1)
+        assert row.ratio == pytest.approx(row.seconds / row.our_seconds)
+        assert row.relative_error < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("raise RuntimeError('not\\n today')", "RuntimeError: not today"),
+        ("return 2 * x", "the output has a relative error of"),
+        ("return np.nan * x", "the output has a relative error of nan"),
+        ("print('oh', file=sys.stderr); sys.stderr.flush(); os._exit(3)", "exit code 3: oh"),
+        ("os.write(2, b'Fatal error\\nleft\\n'); os.abort()", "exit code -6: Fatal error"),
+    ],
+)
+def test_a_library_that_fails_is_told(fake_peer, tiny, body, reason):
+    fake_peer(body)
+    rows, missing = benchmark.compare_with_peers(tiny)
+    assert rows == []
+    assert len(missing) == 2
+    assert all(reason in told for told in missing.values())
+
+
+def test_processes_of_libraries_are_not_slowed_down(monkeypatch):
+    monkeypatch.setenv("OPENBLAS_CORETYPE", "Prescott")
+    monkeypatch.setenv("OPENBLAS_L2_SIZE", "1")
+    environment = worker_environment(3)
+    assert not {"OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE"} & set(environment)
+    assert environment["OMP_NUM_THREADS"] == "3"
+
+
+def test_each_library_has_a_module():
+    for peer in peers.PEERS:
+        name = f"kvcodec.benchmark.peers.{peer.module}"
+        assert callable(__import__(name, fromlist=["prepare"]).prepare)
+        assert {case.task for case in peer.cases} <= {"decode", "prefill", "fwht", "encode"}
