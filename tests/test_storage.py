@@ -317,7 +317,7 @@ def test_a_path_without_a_file_is_an_error_of_the_system(tmp_path):
     with pytest.raises(FileNotFoundError, match=re.escape(str(tmp_path / "missing"))):
         kv.KVCache.load(tmp_path / "missing")
     with pytest.raises(
-        OSError, match=f"path must be a file, but {re.escape(str(tmp_path))} is none"
+        OSError, match=f"path must be a file, but {re.escape(repr(str(tmp_path)))} is none"
     ):
         kv.KVCache.load(tmp_path)
 
@@ -569,7 +569,7 @@ def test_where_nothing_can_be_written_is_found_before_any_work(tmp_path, monkeyp
     with pytest.raises(FileNotFoundError, match="but that of file/a does not"):
         cache.save("file/a")
     Path("folder").mkdir()
-    with pytest.raises(OSError, match="path must be a file that can be replaced, but folder is"):
+    with pytest.raises(OSError, match="path must be a file that can be replaced, but 'folder' is"):
         cache.save("folder")
     assert sorted(os.listdir()) == ["file", "folder"]
 
