@@ -17,6 +17,7 @@ cdef enum:
     SPLIT = 1024               # tokens under one running softmax
     PAGE_UNITS = 8             # as in blocks.py
     MOST_SEGMENTS = 8
+    AHEAD = 4                  # units between the one that is read and the one that is fetched
     TASKS_A_THREAD = 4         # fewer would not share the work evenly
 
 if (_blocks.PAGE_UNITS, _blocks.TILE) != (PAGE_UNITS, TILE):
@@ -191,7 +192,7 @@ cdef inline void fetch_tile(const Side *side, Py_ssize_t head, Py_ssize_t tile) 
 
 cdef inline void look_ahead(const Unit *unit, const Unit *next_unit, Py_ssize_t tile,
                             Work *work) noexcept nogil:
-    """Say where the tile after this one lies, which may be the first of the next unit."""
+    """Say where the tile lies that is fetched next: the one after this, or one some units on."""
     cdef const Unit *other = unit
     cdef Py_ssize_t other_tile = tile + 1
     if other_tile * TILE >= unit.tokens:
@@ -255,11 +256,10 @@ cdef inline bint attend_span(const float *q, const Part *parts, const Span *span
                         options, work)
         task.prepared = span.part
     clear_sums(&work.part, task.rows, work.n, 1)
-    unit = unit_of(part, task, span.first_unit)
     for index in range(span.first_unit, span.last_unit):
-        next_unit = unit_of(part, task, min(index + 1, part.units - 1))
+        unit = unit_of(part, task, index)
+        next_unit = unit_of(part, task, min(index + AHEAD, part.units - 1))
         attend_unit(&unit, &next_unit, task, start, stop, low, high, options, work)
-        unit = next_unit
     for row in range(task.rows):
         work.part.sum[row] = sum_of_16(work.part.lanes + row * 16)
     return True

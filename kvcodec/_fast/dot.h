@@ -385,7 +385,7 @@ LANES_INLINE void dot_block(const dot_job *job, Py_ssize_t row, Py_ssize_t slice
 #pragma GCC unroll 8
                 for (int v = 0; v < vectors; v++)
                     if (c * DOT_WIDTH % VECTOR_BYTES == 0)
-                        __builtin_prefetch(ahead + dot_offset(c, vectors) + v * VECTOR_BYTES);
+                        __builtin_prefetch(ahead + dot_offset(c, vectors) + v * VECTOR_BYTES, 0, 1);
 #pragma GCC unroll 8
             for (int s = 0; s < steps; s++)
 #pragma GCC unroll 8
