@@ -94,10 +94,10 @@ def compare_with_peers(
     missing = {name: reason for name, reason in reasons.items() if reason is not None}
     there = [peer for peer in PEERS if peer.name not in missing]
     versions = {peer.name: peer.version(libraries.get(peer.name)) for peer in there}
-    todo = [work for peer in there for work in _jobs(peer, settings, libraries.get(peer.name))]
+    planned = [work for peer in there for work in _jobs(peer, settings, libraries.get(peer.name))]
     rows = []
-    for index, (case, job) in enumerate(todo):
-        progress(index / len(todo))
+    for index, (case, job) in enumerate(planned):
+        progress(index / len(planned))
         try:
             rows.append(_measure(case, job, settings.repeats, versions[job.peer]))
         except (PeerError, ValueError) as error:
