@@ -222,6 +222,8 @@ cdef inline void attend_unit(const Unit *unit, const Unit *next_unit, const Task
     for tile in range(seen_low // TILE, (seen_high + TILE - 1) // TILE):
         first = tile * TILE
         tokens = min(<Py_ssize_t> TILE, unit.tokens - first)
+        work.low = max(seen_low - first, <int64_t> 0)
+        work.high = min(seen_high - first, <int64_t> tokens)
         look_ahead(unit, next_unit, tile, work)
         multiply_tile(unit.keys, unit.head, first, tokens, task.rows, options, work)
         for row in range(task.rows):

@@ -48,10 +48,11 @@ cdef extern from "simd.h" nogil:
 cdef extern from "softmax.h" nogil:
     void widen_strided(const uint16_t *x, Py_ssize_t stride, Py_ssize_t count, float *out)
     void look_up_levels(uint8_t *codes, Py_ssize_t n, const int8_t *table)
-    void float_dots(const float *token, const float *rows, Py_ssize_t stride, Py_ssize_t count,
-                    Py_ssize_t n, float *out, Py_ssize_t out_stride)
+    void float_dots(const float *tokens, Py_ssize_t count, Py_ssize_t n, const float *rows,
+                    Py_ssize_t stride, Py_ssize_t row_count, float *out, Py_ssize_t out_stride)
     void add_scaled_tokens(const float *tokens, Py_ssize_t count, Py_ssize_t n,
-                           const float *weights, float *sums)
+                           const float *weights, Py_ssize_t weights_stride, Py_ssize_t row_count,
+                           float *sums, Py_ssize_t sums_stride)
     void products_of_sums(const int32_t *sums, const float *scale, float query_scale, float center,
                           bint centered, float *s)
     void finish_scores(float *s, float factor, float limit)

@@ -6,92 +6,177 @@
 
 #include "simd.h"
 
-/* What stays in registers: rows that a token is multiplied with, vectors of channels. */
-enum { ROWS_TOGETHER = 4, CHANNEL_VECTORS = LANES == 4 ? 8 : 64 / LANES };
+/* What stays in registers: tokens times rows, or rows times vectors of channels. */
+enum { ROWS_TOGETHER = 4, TOKENS_TOGETHER = LANES == 16 ? 4 : 1 };
+enum { SUM_ROWS = LANES == 16 ? 4 : 2, CHANNEL_VECTORS = 4 };
 
-/* Sums of 16 lanes are LANES at a time in SUMS vectors, added up as a tree of halves. */
+/* Sums of 16 lanes are LANES at a time in SUMS vectors, added up as a tree of halves: the upper
+   half of the lanes to the lower half until one is left. At each step two vectors become one, as
+   long as there are two, so that the step is shared. */
 #define SUMS (16 / LANES)
-static inline float sum_of_vectors(const vfloat *sums)
-{
-#if LANES == 16
-    vfloat v = sums[0];
-    v += PARTNERS(v, 8);
-#elif LANES == 8
-    vfloat v = sums[0] + sums[1];
+#define LOWER(i, h) ((i) / (h) * 2 * (h) + (i) % (h))
+#define UPPER(i, h) (LOWER(i, h) + (h))
+#if defined(__clang__) || __GNUC__ >= 12
+#define BOTH(a, b, which, h) __builtin_shufflevector(a, b, LIST(which, h))
 #else
-    vfloat v = (sums[0] + sums[2]) + (sums[1] + sums[3]);
+#define BOTH(a, b, which, h) __builtin_shuffle(a, b, (vint){LIST(which, h)})
+#endif
+#define ADD_HALVES(h)                                                                     \
+    if (left > 1) {                                                                       \
+        left /= 2;                                                                        \
+        for (int i = 0; i < left; i++)                                                    \
+            v[i] = BOTH(v[2 * i], v[2 * i + 1], LOWER, h)                                 \
+                 + BOTH(v[2 * i], v[2 * i + 1], UPPER, h);                                \
+    } else {                                                                              \
+        v[0] += PARTNERS(v[0], h);                                                        \
+    }
+
+/* Totals of `count` sums, a power of two up to LANES. */
+INLINE void totals_of(const vfloat (*sums)[SUMS], const int count, float *totals)
+{
+    vfloat v[LANES];
+    int left = count;
+    for (int i = 0; i < count; i++)
+#if LANES == 16
+        v[i] = sums[i][0];
+    ADD_HALVES(8)
+#elif LANES == 8
+        v[i] = sums[i][0] + sums[i][1];
+#else
+        v[i] = (sums[i][0] + sums[i][2]) + (sums[i][1] + sums[i][3]);
 #endif
 #if LANES > 4
-    v += PARTNERS(v, 4);
+    ADD_HALVES(4)
 #endif
-    v += PARTNERS(v, 2);
-    return v[0] + v[1];
+    ADD_HALVES(2)
+    ADD_HALVES(1)
+    for (int i = 0; i < count; i++)
+        totals[i] = v[0][i * (LANES / count)];
 }
 
-/* out[i * out_stride] = token . rows[i] in 16 lanes, for `together` rows that share its loads. */
-INLINE void float_dots_of(const float *token, const float *rows, Py_ssize_t stride,
-                          const int together, Py_ssize_t n, float *out, Py_ssize_t out_stride)
+/* The first `count` floats, then zeros. */
+INLINE vfloat load_some(const float *x, Py_ssize_t count)
+{
+    float all[LANES] = {0};
+    for (Py_ssize_t i = 0; i < count && i < LANES; i++)
+        all[i] = x[i];
+    return load(all);
+}
+
+/* out[row * out_stride + token] = token . row in 16 lanes, for a block of both that share loads. */
+INLINE void float_dots_of(const float *tokens, const int together, Py_ssize_t n, const float *rows,
+                          Py_ssize_t stride, const int row_count, float *out,
+                          Py_ssize_t out_stride)
 {
     const Py_ssize_t whole = n / 16 * 16;
-    vfloat sums[ROWS_TOGETHER][SUMS] = {0};
+    vfloat sums[ROWS_TOGETHER * TOKENS_TOGETHER][SUMS] = {0}, x[TOKENS_TOGETHER];
+    float totals[ROWS_TOGETHER * TOKENS_TOGETHER];
     for (Py_ssize_t c = 0; c < whole; c += 16)
         for (int part = 0; part < SUMS; part++) {
-            const vfloat x = load(token + c + part * LANES);
-            for (int i = 0; i < together; i++)
-                sums[i][part] = fma_lanes(x, load(rows + i * stride + c + part * LANES),
-                                          sums[i][part]);
+            for (int t = 0; t < together; t++)
+                x[t] = load(tokens + t * n + c + part * LANES);
+            for (int r = 0; r < row_count; r++) {
+                const vfloat y = load(rows + r * stride + c + part * LANES);
+                for (int t = 0; t < together; t++)
+                    sums[r * together + t][part] = fma_lanes(x[t], y,
+                                                             sums[r * together + t][part]);
+            }
         }
-    for (int i = 0; i < together; i++) {
-        if (whole < n) {
-            float lane[16];
-            memcpy(lane, sums[i], sizeof lane);
-            for (Py_ssize_t c = whole; c < n; c++)
-                lane[c - whole] = fmaf(token[c], rows[i * stride + c], lane[c - whole]);
-            memcpy(sums[i], lane, sizeof lane);
+    for (Py_ssize_t c = whole; c < n; c += LANES)
+        for (int r = 0; r < row_count; r++) {
+            const vfloat y = load_some(rows + r * stride + c, n - c);
+            for (int t = 0; t < together; t++) {
+                vfloat *sum = &sums[r * together + t][(c - whole) / LANES];
+                *sum = fma_lanes(load_some(tokens + t * n + c, n - c), y, *sum);
+            }
         }
-        out[i * out_stride] = sum_of_vectors(sums[i]);
-    }
+    totals_of(sums, row_count * together, totals);
+    for (int r = 0; r < row_count; r++)
+        for (int t = 0; t < together; t++)
+            out[r * out_stride + t] = totals[r * together + t];
 }
 
-static inline void float_dots(const float *token, const float *rows, Py_ssize_t stride,
-                            Py_ssize_t count, Py_ssize_t n, float *out, Py_ssize_t out_stride)
+INLINE void float_dots_of_rows(const float *tokens, const int together, Py_ssize_t n,
+                               const float *rows, Py_ssize_t stride, Py_ssize_t row_count,
+                               float *out, Py_ssize_t out_stride)
 {
     Py_ssize_t r = 0;
-    for (; r + ROWS_TOGETHER <= count; r += ROWS_TOGETHER)
-        float_dots_of(token, rows + r * stride, stride, ROWS_TOGETHER, n, out + r * out_stride,
+    for (; r + ROWS_TOGETHER <= row_count; r += ROWS_TOGETHER)
+        float_dots_of(tokens, together, n, rows + r * stride, stride, ROWS_TOGETHER,
+                      out + r * out_stride, out_stride);
+    for (; r < row_count; r++)
+        float_dots_of(tokens, together, n, rows + r * stride, stride, 1, out + r * out_stride,
                       out_stride);
-    for (; r < count; r++)
-        float_dots_of(token, rows + r * stride, stride, 1, n, out + r * out_stride, out_stride);
 }
 
-/* sums[c] += weights[t] * tokens[t][c], token by token, for `vectors` vectors of channels. */
-INLINE void add_scaled_channels(const float *tokens, Py_ssize_t count, Py_ssize_t n,
-                                const float *weights, const int vectors, float *sums)
+/* Products of tokens (count, n) with rows: out[row * out_stride + token]. */
+static void float_dots(const float *tokens, Py_ssize_t count, Py_ssize_t n, const float *rows,
+                       Py_ssize_t stride, Py_ssize_t row_count, float *out, Py_ssize_t out_stride)
 {
-    vfloat total[CHANNEL_VECTORS];
-    for (int i = 0; i < vectors; i++)
-        total[i] = load(sums + i * LANES);
-    for (Py_ssize_t t = 0; t < count; t++) {
-        const vfloat weight = every(weights[t]);
-        for (int i = 0; i < vectors; i++)
-            total[i] = fma_lanes(weight, load(tokens + t * n + i * LANES), total[i]);
-    }
-    for (int i = 0; i < vectors; i++)
-        store(sums + i * LANES, total[i]);
+    Py_ssize_t t = 0;
+    for (; t + TOKENS_TOGETHER <= count; t += TOKENS_TOGETHER)
+        float_dots_of_rows(tokens + t * n, TOKENS_TOGETHER, n, rows, stride, row_count, out + t,
+                           out_stride);
+    for (; t < count; t++)
+        float_dots_of_rows(tokens + t * n, 1, n, rows, stride, row_count, out + t, out_stride);
 }
 
-static inline void add_scaled_tokens(const float *tokens, Py_ssize_t count, Py_ssize_t n,
-                                     const float *weights, float *sums)
+/* sums[row][c] += weights[row][t] * tokens[t][c], token by token, for `vectors` vectors of channels
+   of some rows that share the loads of the tokens. */
+INLINE void add_scaled_channels(const float *tokens, Py_ssize_t count, Py_ssize_t n,
+                                const float *weights, Py_ssize_t weights_stride,
+                                const int row_count, const int vectors, float *sums,
+                                Py_ssize_t sums_stride)
+{
+    vfloat total[SUM_ROWS][CHANNEL_VECTORS], x[CHANNEL_VECTORS];
+    for (int r = 0; r < row_count; r++)
+        for (int i = 0; i < vectors; i++)
+            total[r][i] = load(sums + r * sums_stride + i * LANES);
+    for (Py_ssize_t t = 0; t < count; t++) {
+        for (int i = 0; i < vectors; i++)
+            x[i] = load(tokens + t * n + i * LANES);
+        for (int r = 0; r < row_count; r++) {
+            const vfloat weight = every(weights[r * weights_stride + t]);
+            for (int i = 0; i < vectors; i++)
+                total[r][i] = fma_lanes(weight, x[i], total[r][i]);
+        }
+    }
+    for (int r = 0; r < row_count; r++)
+        for (int i = 0; i < vectors; i++)
+            store(sums + r * sums_stride + i * LANES, total[r][i]);
+}
+
+INLINE void add_scaled_tokens_to(const float *tokens, Py_ssize_t count, Py_ssize_t n,
+                                 const float *weights, Py_ssize_t weights_stride,
+                                 const int row_count, float *sums, Py_ssize_t sums_stride)
 {
     enum { STEP = CHANNEL_VECTORS * LANES };
     Py_ssize_t c = 0;
     for (; c + STEP <= n; c += STEP)
-        add_scaled_channels(tokens + c, count, n, weights, CHANNEL_VECTORS, sums + c);
+        add_scaled_channels(tokens + c, count, n, weights, weights_stride, row_count,
+                            CHANNEL_VECTORS, sums + c, sums_stride);
     for (; c + LANES <= n; c += LANES)
-        add_scaled_channels(tokens + c, count, n, weights, 1, sums + c);
+        add_scaled_channels(tokens + c, count, n, weights, weights_stride, row_count, 1, sums + c,
+                            sums_stride);
     for (; c < n; c++)
-        for (Py_ssize_t t = 0; t < count; t++)
-            sums[c] = fmaf(weights[t], tokens[t * n + c], sums[c]);
+        for (int r = 0; r < row_count; r++) {
+            float *sum = sums + r * sums_stride + c;
+            for (Py_ssize_t t = 0; t < count; t++)
+                *sum = fmaf(weights[r * weights_stride + t], tokens[t * n + c], *sum);
+        }
+}
+
+static void add_scaled_tokens(const float *tokens, Py_ssize_t count, Py_ssize_t n,
+                              const float *weights, Py_ssize_t weights_stride,
+                              Py_ssize_t row_count, float *sums, Py_ssize_t sums_stride)
+{
+    Py_ssize_t r = 0;
+    for (; r + SUM_ROWS <= row_count; r += SUM_ROWS)
+        add_scaled_tokens_to(tokens, count, n, weights + r * weights_stride, weights_stride,
+                             SUM_ROWS, sums + r * sums_stride, sums_stride);
+    for (; r < row_count; r++)
+        add_scaled_tokens_to(tokens, count, n, weights + r * weights_stride, weights_stride, 1,
+                             sums + r * sums_stride, sums_stride);
 }
 
 INLINE void widen_each(const uint16_t *x, const Py_ssize_t stride, Py_ssize_t count, float *out)

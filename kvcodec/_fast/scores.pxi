@@ -60,6 +60,8 @@ cdef struct Work:
     float *offset              # (rows)
     Sums part
     Sums total
+    Py_ssize_t low             # tokens of the tile that some row sees: low <= t < high
+    Py_ssize_t high
     Py_ssize_t keys_ahead      # bytes from a tile to the next, which is fetched meanwhile
     Py_ssize_t values_ahead
 
@@ -247,12 +249,12 @@ cdef inline void dequantize_tile(const Side *side, Py_ssize_t head, Py_ssize_t f
 
 cdef inline const float *floats_at(const Side *side, Py_ssize_t head, Py_ssize_t first,
                                    Py_ssize_t tokens, Work *work) noexcept nogil:
-    """The tokens of a tile as float32 (tokens, n)."""
-    cdef Py_ssize_t at = (head * side.tokens + first) * side.n
+    """The tokens of a tile as float32 (tokens, n), of which work.low to work.high are filled in."""
+    cdef Py_ssize_t at = (head * side.tokens + first) * side.n, low = work.low * side.n
     if side.exact != NULL:
         return side.exact + at
     if side.bfloat16 != NULL:
-        widen_bfloat16(side.bfloat16 + at, tokens * side.n, work.tokens)
+        widen_bfloat16(side.bfloat16 + at + low, work.high * side.n - low, work.tokens + low)
     else:
         dequantize_tile(side, head, first, tokens, work)
     return work.tokens
@@ -400,7 +402,7 @@ cdef inline void multiply_tile(const Side *keys, Py_ssize_t head, Py_ssize_t fir
     The products, which times work.factor are scores, are left in work.scores or, if work.in_sums
     is set, to be taken from work.sums.
     """
-    cdef Py_ssize_t t, n = keys.n
+    cdef Py_ssize_t n = keys.n
     cdef const Plan *plan = keys.plan
     cdef const float *token
     work.in_sums = False
@@ -408,9 +410,9 @@ cdef inline void multiply_tile(const Side *keys, Py_ssize_t head, Py_ssize_t fir
         load_scales(keys, head * keys.tokens + first, tokens, work.scale)
     if plan == NULL or not options.integer_query:
         token = floats_at(keys, head, first, tokens, work)
-        for t in range(tokens):
-            float_dots(token + t * n, work.query if plan == NULL else work.rotated, work.n, rows,
-                       n, work.scores + t, TILE)
+        float_dots(token + work.low * n, work.high - work.low, n,
+                   work.query if plan == NULL else work.rotated, work.n, rows,
+                   work.scores + work.low, TILE)
         if plan != NULL and plan.center:
             add_centers(keys, head, first, tokens, rows, options, work)
     elif plan.by_token:
@@ -431,6 +433,7 @@ cdef void score_row(const float *q, const Side *keys, Py_ssize_t head, const Opt
     for tile in range((keys.tokens + TILE - 1) // TILE):
         first = tile * TILE
         tokens = min(<Py_ssize_t> TILE, keys.tokens - first)
+        work.low, work.high = 0, tokens
         multiply_tile(keys, head, first, tokens, 1, options, &work)
         if work.in_sums:
             products_of_row(keys.plan, 0, &work)

@@ -90,13 +90,13 @@ cdef inline void add_values(const Side *values, Py_ssize_t head, Py_ssize_t firs
                             Work *work) noexcept nogil:
     """sums (rows, n) += sum_t p_t v_t, with the probabilities p of a tile in work.scores."""
     cdef const Plan *plan = values.plan
-    cdef Py_ssize_t n = values.n, row, group, start, stop, at = head * values.tokens + first
+    cdef Py_ssize_t n = values.n, group, start, stop, at = head * values.tokens + first
     cdef const uint8_t *tile
     cdef const float *token
     if plan == NULL or bits == 0:
         token = floats_at(values, head, first, tokens, work)
-        for row in range(rows):
-            add_scaled_tokens(token, tokens, n, work.scores + row * TILE, sums + row * work.n)
+        add_scaled_tokens(token + work.low * n, work.high - work.low, n, work.scores + work.low,
+                          TILE, rows, sums, work.n)
         return
     tile = tile_at(values, head, first, tokens, work)
     for group in range(plan.groups):
@@ -117,6 +117,7 @@ cdef void value_row(const float *p, const Side *values, Py_ssize_t head, int bit
     for tile in range((values.tokens + TILE - 1) // TILE):
         first = tile * TILE
         tokens = min(<Py_ssize_t> TILE, values.tokens - first)
+        work.low, work.high = 0, tokens
         memset(work.scores, 0, TILE * sizeof(float))
         memcpy(work.scores, p + first, tokens * sizeof(float))
         add_values(values, head, first, tokens, 1, bits, out, &work)
