@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from types import ModuleType
 
 from kvcodec import reference
@@ -33,7 +33,7 @@ MOST_THREADS = 1024
 PARALLEL_FROM = 32768
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Settings:
     backend: str | None = None
     simd: str | None = None
@@ -138,6 +138,14 @@ def _fast(level: str) -> ModuleType:
 
 def resolve(backend: str | None = None) -> ModuleType:
     """The module that holds the twins for a call with this `backend` argument."""
+    if backend is not None:
+        _choice("backend", backend, BACKENDS)
+    return _resolved(backend, _context.get(), _process, _environment(), available_simd_levels())
+
+
+@lru_cache(maxsize=32)
+def _resolved(backend: str | None, *_: object) -> ModuleType:
+    """What `resolve` finds, remembered for as long as all that it depends on is the same."""
     return reference if active_backend(backend) == "reference" else _fast(simd_level())
 
 

@@ -71,7 +71,8 @@ cdef struct Task:
     Py_ssize_t repeats
     Py_ssize_t rows
     Py_ssize_t q_len
-    Py_ssize_t prepared        # the segment that the queries are prepared for, or -1
+    bint normalized            # whether the queries are without their powers of two
+    Py_ssize_t prepared        # the packed segment that they are prepared for, or -1
     int used                   # a bit for each accumulator that something was added to
 
 
@@ -252,10 +253,14 @@ cdef inline bint attend_span(const float *q, const Part *parts, const Span *span
     high = min(high, span.stop)
     if low >= high:
         return False
-    if task.prepared != span.part:
+    if not task.normalized:
         for row in range(task.rows):
-            prepare_row(q + query_index(task, row) * part.keys.n, &part.keys, task.head, row,
-                        options, work)
+            work.factor[row] = normalize_row(q + query_index(task, row) * part.keys.n, part.keys.n,
+                                             options.scale, work.query + row * work.n)
+        task.normalized = True
+    if task.prepared != span.part and part.keys.plan != NULL:
+        for row in range(task.rows):
+            prepare_row(&part.keys, task.head, row, options, work)
         task.prepared = span.part
     clear_sums(&work.part, task.rows, work.n, 1)
     for index in range(span.first_unit, span.last_unit):
@@ -327,6 +332,7 @@ cdef inline Task task_of(Py_ssize_t index, const Shape *shape) noexcept nogil:
     task.repeats = shape.repeats
     task.rows = task.positions * task.repeats
     task.q_len = shape.q_len
+    task.normalized = False
     task.prepared = -1
     task.used = 0
     return task

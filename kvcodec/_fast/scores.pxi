@@ -159,18 +159,24 @@ cdef inline float round_query_row(const float *q, Py_ssize_t n, Py_ssize_t depth
     return scale
 
 
-cdef inline void prepare_row(const float *q, const Side *keys, Py_ssize_t kv_head, Py_ssize_t row,
+cdef inline void divide(const float *x, const float *divisors, Py_ssize_t n,
+                        float *y) noexcept nogil:
+    cdef Py_ssize_t c
+    for c in range(n):
+        y[c] = x[c] / divisors[c]
+
+
+cdef inline void prepare_row(const Side *keys, Py_ssize_t kv_head, Py_ssize_t row,
                              const Options *options, Work *work) noexcept nogil:
-    """Bring one query into the domain of a segment's keys and round it."""
+    """Bring one normalized query into the domain of a segment's packed keys and round it."""
     cdef const Plan *plan = keys.plan
-    cdef Py_ssize_t n = keys.n, c
+    cdef Py_ssize_t n = keys.n
     cdef float *query = work.query + row * work.n
     cdef float *rotated = work.rotated + row * work.n
-    work.factor[row] = normalize_row(q, n, options.scale, query)
-    if plan == NULL:
-        return
-    for c in range(n):
-        rotated[c] = query[c] / keys.weights[kv_head * n + c] if keys.weights != NULL else query[c]
+    if keys.weights != NULL:
+        divide(query, keys.weights + kv_head * n, n, rotated)
+    else:
+        memcpy(rotated, query, n * sizeof(float))
     rotate_row(rotated, plan, work.row)
     if options.integer_query:
         if not plan.by_token:
@@ -429,7 +435,9 @@ cdef void score_row(const float *q, const Side *keys, Py_ssize_t head, const Opt
     cdef Work work
     cdef Py_ssize_t tile, first, tokens
     carve(scratch, &work, 1, keys.n, 0)
-    prepare_row(q, keys, head, 0, options, &work)
+    work.factor[0] = normalize_row(q, keys.n, options.scale, work.query)
+    if keys.plan != NULL:
+        prepare_row(keys, head, 0, options, &work)
     for tile in range((keys.tokens + TILE - 1) // TILE):
         first = tile * TILE
         tokens = min(<Py_ssize_t> TILE, keys.tokens - first)
