@@ -20,7 +20,11 @@ FLAGS = [
 ]
 AVX2 = ["-mavx2", "-mfma", "-mbmi2"]
 AVX512 = [*AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "vnni", "vbmi"))]
-LEVELS = {"_kernels_avx2": AVX2, "_kernels_avx512": [*AVX512, "-mprefer-vector-width=512"]}
+LEVELS = {
+    "_kernels_avx2": AVX2,
+    "_kernels_avxvnni": [*AVX2, "-mavxvnni"],
+    "_kernels_avx512": [*AVX512, "-mprefer-vector-width=512"],
+}
 OPENMP_PROBE = "#include <omp.h>\nint main(void) { return omp_get_max_threads() < 1; }\n"
 
 

@@ -12,10 +12,16 @@ cdef extern from *:
     #endif
 
     #if defined(__x86_64__) && defined(__GNUC__)
+    #include <cpuid.h>
     static int kv_avx2(void) {
         __builtin_cpu_init();
         return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")
             && __builtin_cpu_supports("bmi2");
+    }
+    /* Leaf 7, subleaf 1, bit 4 of eax: not every compiler's __builtin_cpu_supports knows it. */
+    static int kv_avxvnni(void) {
+        unsigned eax = 0, ebx, ecx, edx;
+        return kv_avx2() && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax >> 4 & 1);
     }
     static int kv_avx512(void) {
         return kv_avx2() && __builtin_cpu_supports("avx512f")
@@ -25,19 +31,23 @@ cdef extern from *:
     }
     #else
     static int kv_avx2(void) { return 0; }
+    static int kv_avxvnni(void) { return 0; }
     static int kv_avx512(void) { return 0; }
     #endif
     """
     int kv_max_threads()
     bint kv_openmp()
     bint kv_avx2()
+    bint kv_avxvnni()
     bint kv_avx512()
 
 
 def supports(str level):
-    """Whether the processor has all instructions of "baseline", "avx2" or "avx512"."""
+    """Whether the processor has all instructions of "baseline", "avx2", "avxvnni" or "avx512"."""
     if level == "avx512":
         return kv_avx512()
+    if level == "avxvnni":
+        return kv_avxvnni()
     if level == "avx2":
         return kv_avx2()
     return level == "baseline"

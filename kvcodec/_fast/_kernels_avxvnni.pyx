@@ -1,0 +1,3 @@
+"""The fast path compiled for avxvnni."""
+
+include "_kernels.pyx"
