@@ -69,6 +69,7 @@ extensions = [
         f"kvcodec._fast.{name}",
         [f"kvcodec/_fast/{name}.pyx"],
         include_dirs=["kvcodec/_fast"],
+        depends=[str(path) for path in sorted(Path("kvcodec/_fast").glob("*.h"))],
         libraries=["m"],
     )
     for name in names

@@ -47,7 +47,8 @@ cdef extern from "simd.h" nogil:
 
 cdef extern from "softmax.h" nogil:
     void widen_strided(const uint16_t *x, Py_ssize_t stride, Py_ssize_t count, float *out)
-    void look_up_levels(uint8_t *codes, Py_ssize_t n, const int8_t *table)
+    void scale_levels(const uint8_t *codes, Py_ssize_t n, const int8_t *table, uint8_t offset,
+                      float scale, float *out)
     void float_dots(const float *tokens, Py_ssize_t count, Py_ssize_t n, const float *rows,
                     Py_ssize_t stride, Py_ssize_t row_count, float *out, Py_ssize_t out_stride)
     void add_scaled_tokens(const float *tokens, Py_ssize_t count, Py_ssize_t n,

@@ -206,12 +206,11 @@ cdef inline const uint8_t *tile_at(const Side *side, Py_ssize_t head, Py_ssize_t
     return work.tile
 
 
-cdef inline void dequantize_row(const Side *side, Py_ssize_t head, Py_ssize_t t, uint8_t *codes,
-                                float *out) noexcept nogil:
-    """A token from its codes, which are overwritten; rotated and without its center."""
+cdef inline void dequantize_row(const Side *side, Py_ssize_t head, Py_ssize_t t,
+                                const uint8_t *codes, float *out) noexcept nogil:
+    """A token from its codes; rotated and without its center."""
     cdef const Plan *plan = side.plan
     cdef Py_ssize_t n = plan.n, c, at = head * side.tokens + t, group, size = plan.group_size
-    cdef const int8_t *levels = <const int8_t *> codes
     cdef uint8_t half = 1 << (plan.width - 1)
     cdef float scale, zero
     if plan.code == ASYMMETRIC:
@@ -228,13 +227,7 @@ cdef inline void dequantize_row(const Side *side, Py_ssize_t head, Py_ssize_t t,
                 out[c] = zero + codes[c] * scale
         return
     scale = fabsf(load_scale(side.scale, at, plan.bfloat16))
-    if plan.table != NULL:
-        look_up_levels(codes, n, plan.table)
-    else:
-        for c in range(n):
-            codes[c] = codes[c] - half
-    for c in range(n):
-        out[c] = levels[c] * scale
+    scale_levels(codes, n, plan.table, half, scale, out)
 
 
 cdef inline void dequantize_tile(const Side *side, Py_ssize_t head, Py_ssize_t first,

@@ -1,0 +1,172 @@
+# Segments as plain C. A segment's tokens lie in two arrays, or in the pages of two Blocks; either
+# way a kernel goes through units, stretches of tokens that lie in one array per side. Spans are
+# where running softmaxes begin anew: at token numbers that are multiples of 1,024, with the next
+# unit where tokens lie in pages.
+
+from kvcodec import blocks as _blocks
+
+cdef enum:
+    PAGE_UNITS = 8             # as in blocks.py
+    SPLIT = 1024               # tokens under one running softmax
+
+if (_blocks.PAGE_UNITS, _blocks.TILE) != (PAGE_UNITS, TILE):
+    raise ImportError("segments.pxi and blocks.py must agree about the size of a page.")
+
+
+cdef struct Part:
+    # A segment: both sides, what each query sees, and which accumulator its values go to. The
+    # sides are arrays, or what the pages of a Blocks have in common, pages being NULL for arrays.
+    Side keys
+    Side values
+    const Side *key_pages
+    const Side *value_pages
+    const int64_t *first       # of each unit of pages, the number of its first token
+    const int64_t *count       # of each unit, its tokens
+    Py_ssize_t units
+    int64_t number             # of the first token of an array
+    Py_ssize_t kv_heads
+    const int64_t *start
+    const int64_t *stop
+    Py_ssize_t accumulator
+
+
+cdef struct Span:
+    # Tokens of a segment under one running softmax: some units, or a stretch of an array.
+    Py_ssize_t part
+    Py_ssize_t first_unit
+    Py_ssize_t last_unit
+    int64_t start
+    int64_t stop
+
+
+cdef struct Unit:
+    # A stretch of tokens that lies in one array per side: where, and the number of its first.
+    const Side *keys
+    const Side *values
+    Py_ssize_t head            # of both arrays, batch * kv_heads + kv_head
+    int64_t number
+    int64_t tokens
+
+
+cdef inline Unit unit_of(const Part *part, Py_ssize_t head, Py_ssize_t index) noexcept nogil:
+    """The index-th unit, for a head among those of all batch rows."""
+    cdef Unit unit
+    cdef Py_ssize_t page = index // PAGE_UNITS
+    if part.key_pages == NULL:
+        unit.keys = &part.keys
+        unit.values = &part.values
+        unit.head = head
+        unit.number = 0
+        unit.tokens = part.keys.tokens
+    else:
+        unit.keys = part.key_pages + page
+        unit.values = part.value_pages + page
+        unit.head = head % part.kv_heads * PAGE_UNITS + index % PAGE_UNITS
+        unit.number = part.first[index]
+        unit.tokens = part.count[index]
+    return unit
+
+
+LEVEL = __name__               # tables of the SIMD levels point to plans of their own
+
+
+cdef class PageTable:
+    """The pages of a Blocks as plain C; the Blocks drops it when its pages change."""
+    cdef Side *sides
+    cdef CodecPlan plan
+    cdef list pages
+
+    def __cinit__(self, blocks):
+        cdef Py_ssize_t i
+        self.pages = list(blocks.pages)
+        if blocks.codec is not None:
+            self.plan = plan_for(blocks.codec, blocks.head_dim)
+        self.sides = <Side *> malloc(max(1, len(self.pages)) * sizeof(Side))
+        if self.sides == NULL:
+            raise MemoryError
+        for i in range(len(self.pages)):
+            self.sides[i] = side_of_page(self.pages[i], self.plan, blocks.head_dim)
+
+    def __dealloc__(self):
+        free(self.sides)
+
+
+cdef const Side *pages_of(x, Side *side, list keep):
+    """The pages of a Blocks; fills what all of them have in common."""
+    cdef dict tables = x.tables
+    cdef PageTable table = tables.get(LEVEL)
+    if table is None:
+        table = tables[LEVEL] = PageTable(x)
+    memset(side, 0, sizeof(Side))
+    side.n = x.head_dim
+    if table.plan is not None:
+        weights = x.weights
+        keep += (table, weights)
+        side.plan = &table.plan.plan
+        side.weights = <const float *> address(weights)
+    else:
+        keep.append(table)
+    return table.sides
+
+
+cdef Part part_of(segment, list keep):
+    """A segment as plain C; its accumulator is not set."""
+    cdef Part part
+    keys, values, start, stop, number = segment
+    memset(&part, 0, sizeof(Part))
+    part.start = <const int64_t *> address(start)
+    part.stop = <const int64_t *> address(stop)
+    part.number = number
+    part.units = 1
+    if not isinstance(keys, _blocks.Blocks):
+        part.kv_heads = keys.shape[1]
+        part.keys = side_of(keys, keep)
+        part.values = side_of(values, keep)
+        if part.keys.tokens != part.values.tokens:
+            raise ValueError("segments must have keys and values of the same tokens.")
+        return part
+    if not isinstance(values, _blocks.Blocks) or keys.units != values.units:
+        raise ValueError("segments must have keys and values of the same tokens.")
+    part.key_pages = pages_of(keys, &part.keys, keep)
+    part.value_pages = pages_of(values, &part.values, keep)
+    first, count = keys.first, keys.count
+    keep += (first, count)
+    part.kv_heads = keys.heads
+    part.first = <const int64_t *> address(first)
+    part.count = <const int64_t *> address(count)
+    part.units = keys.units
+    return part
+
+
+cdef Py_ssize_t most_spans(const Part *part) noexcept nogil:
+    return part.units if part.key_pages != NULL else part.keys.tokens // SPLIT + 2
+
+
+cdef Py_ssize_t cut_part(const Part *part, Py_ssize_t index, Span *spans) noexcept nogil:
+    """Cut a segment into spans at token numbers that are multiples of SPLIT."""
+    cdef Py_ssize_t count = 0, unit
+    cdef int64_t at = 0, tokens = part.keys.tokens
+    cdef Span *span
+    if part.key_pages == NULL:
+        while at < tokens:
+            span = spans + count
+            span.part = index
+            span.first_unit, span.last_unit = 0, 1
+            span.start = at
+            at = min(((part.number + at) // SPLIT + 1) * SPLIT - part.number, tokens)
+            span.stop = at
+            count += 1
+        return count
+    for unit in range(part.units):
+        at = part.first[unit]
+        if count and spans[count - 1].start // SPLIT == at // SPLIT:
+            span = spans + count - 1
+            span.last_unit = unit + 1
+        else:
+            span = spans + count
+            span.part = index
+            span.first_unit, span.last_unit = unit, unit + 1
+            span.start = at
+            count += 1
+        span.stop = at + part.count[unit]
+    return count
