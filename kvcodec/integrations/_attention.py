@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 NAME = "kvcodec"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 USE_BOTH = (
-    'past_key_values=KVCodecCache(model.config) and model.set_attn_implementation("kvcodec") go '
-    "together"
+    'cache=KVCodecCache(model.config) and model.set_attn_implementation("kvcodec") go together'
 )
 # What models hand on to every attention function and what has no bearing on its result.
 IGNORED = frozenset(
@@ -66,7 +65,7 @@ class HandedOver(torch.Tensor):
         if func in _READABLE:
             return super().__torch_function__(func, types, args, kwargs or {})
         raise ValueError(
-            f"past_key_values is a KVCodecCache, whose keys and values only the attention function "
+            f"cache is a KVCodecCache, whose keys and values only the attention function "
             f'"kvcodec" can read, but {getattr(func, "__name__", func)!r} was called on them; '
             f"{USE_BOTH}."
         )
@@ -74,8 +73,8 @@ class HandedOver(torch.Tensor):
 
 def mask(
     batch_size: int,
-    q_length: int,
     kv_length: int,
+    q_length: int = 0,
     q_offset: int = 0,
     kv_offset: int = 0,
     mask_function: Any = None,
@@ -83,11 +82,13 @@ def mask(
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
     use_vmap: bool = False,
+    cache_position: torch.Tensor | None = None,
     **_: Any,
 ) -> NewColumns:
     """What the attention function needs to know of a mask: a few numbers instead of a matrix.
 
-    Parameters are those of Transformers' mask functions. Raises unless the mask is causal, over
+    Parameters are those of Transformers' mask functions; early releases of Transformers 5 give
+    `cache_position` in place of `q_length` and `q_offset`. Raises unless the mask is causal, over
     all tokens or a sliding window, with padding on the left of the new tokens.
     """
     if use_vmap or not allow_is_causal_skip or not _is_sliding(mask_function, local_size):
@@ -96,9 +97,11 @@ def mask(
             "model asked for another mask: packed sequences, chunks, bidirectional parts and "
             "masks of one's own are not supported."
         )
+    if cache_position is not None:
+        q_length, q_offset = cache_position.shape[0], int(cache_position[0])
     if q_offset + q_length != kv_offset + kv_length:
         raise ValueError(
-            f"past_key_values must be a KVCodecCache, but is a cache with room for {kv_length} "
+            f"cache must be a KVCodecCache, but is a cache with room for {kv_length} "
             f"tokens; {USE_BOTH}."
         )
     start = int(q_offset)
@@ -107,7 +110,7 @@ def mask(
     real = attention_mask.detach().cpu().numpy().astype(bool)
     if real.shape != (batch_size, start + q_length):
         raise ValueError(
-            f"attention_mask must cover the {start} tokens of past_key_values and the {q_length} "
+            f"attention_mask must cover the {start} tokens of cache and the {q_length} "
             f"new ones, {(batch_size, start + q_length)}, but has shape {real.shape}."
         )
     past, new = real[:, :start], real[:, start:]

@@ -34,7 +34,7 @@ class Columns:
         """The new columns must follow on, and the padding before be what it was."""
         if new.start != self.count:
             raise ValueError(
-                f"past_key_values must hold as many tokens in every layer, but the mask is for "
+                f"cache must hold as many tokens in every layer, but the mask is for "
                 f"{new.start} and this layer holds {self.count}; after a forward pass that was "
                 f"interrupted, crop(0) makes them equal."
             )
@@ -45,7 +45,7 @@ class Columns:
         seen = self.mask(batch)
         if not np.array_equal(seen, np.ones_like(seen) if new.past is None else new.past):
             raise ValueError(
-                "attention_mask must be what it was for the tokens that past_key_values holds, "
+                "attention_mask must be what it was for the tokens that cache holds, "
                 "but differs; it covers all tokens, those of earlier calls included."
             )
 
@@ -86,9 +86,34 @@ class Columns:
         padded = sum((padded for _, padded in self.padding), np.zeros(batch, dtype=np.int64))
         return self.count - padded
 
+    @classmethod
+    def from_config(cls, config: Any, batch: int) -> Columns:
+        """What `to_config` gave; raises ValueError for what it cannot have given."""
+        fits = isinstance(config, dict) and set(config) == {"columns", "padding"}
+        columns = cls()
+        columns.count = _whole(config["columns"]) if fits else -1
+        end = 0
+        for entry in config["padding"] if fits else ():
+            fits = fits and isinstance(entry, list) and len(entry) == 2
+            first, padded = entry if fits else (0, [])
+            counts = np.array([_whole(count) for count in padded], dtype=np.int64)
+            fits = fits and len(counts) == batch and counts.min() >= 0 and _whole(first) >= end
+            if not fits:
+                break
+            columns.padding.append((first, counts))
+            end = first + int(counts.max())
+        if not fits or end > columns.count:
+            raise ValueError("columns and padding do not fit together")
+        return columns
+
     def to_config(self) -> dict[str, Any]:
         """As JSON has it."""
         return {
             "columns": self.count,
             "padding": [[first, padded.tolist()] for first, padded in self.padding],
         }
+
+
+def _whole(value: Any) -> int:
+    """A whole number of JSON, or -1."""
+    return value if type(value) is int and 0 <= value < 2**40 else -1

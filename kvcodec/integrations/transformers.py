@@ -81,7 +81,7 @@ class KVCodecCache(transformers.Cache):
     >>> model.set_attn_implementation("kvcodec")
     >>> cache = KVCodecCache(model.config, key="int4", value="int4")
     >>> with torch.inference_mode():
-    ...     output = model(torch.arange(50)[None], past_key_values=cache)
+    ...     output = model(torch.arange(50)[None], cache=cache)
     >>> cache.get_seq_length()
     50
     """
@@ -134,7 +134,7 @@ class KVCodecCache(transformers.Cache):
         if any(layer.columns.count for layer in self.layers):
             if batch != self.kv.batch:
                 raise ValueError(
-                    f"past_key_values must have as many rows as the batch, {batch}, but has "
+                    f"cache must have as many rows as the batch, {batch}, but has "
                     f"{self.kv.batch}; see batch_repeat_interleave and batch_select_indices."
                 )
             return
@@ -332,7 +332,7 @@ class KVCodecCache(transformers.Cache):
         columns = [layer.columns.to_config() for layer in self.layers]
         if any(seen != columns[0] for seen in columns):
             raise ValueError(
-                "past_key_values must hold as many tokens in every layer to be saved, but a "
+                "cache must hold as many tokens in every layer to be saved, but a "
                 "forward pass was interrupted; crop(0) makes them equal."
             )
         notes = {"version": NOTES_VERSION, "model_type": self._model_type, **columns[0]}
@@ -373,23 +373,19 @@ class KVCodecCache(transformers.Cache):
         """
         sizes, model_type = layers_of(config), _model_type(config)
         kv = KVCache.load(path, backend=backend)
-        notes = _notes(storage.metadata(path).get(NOTES, ""), path)
+        kind, columns = _read_notes(path, kv)
         stored = kv.config
+        found = {"model_type": kind, **{name: stored[name] for name in sizes}}
         for name, wanted in {"model_type": model_type, **sizes}.items():
-            found = notes["model_type"] if name == "model_type" else stored[name]
-            if found != wanted:
+            if found[name] != wanted:
                 raise ValueError(
                     f"config must be of a model like the one whose cache {os.fspath(path)!r} is: "
-                    f"its {name} is {wanted}, but the file has {found}."
+                    f"its {name} is {wanted}, but the file has {found[name]}."
                 )
         loaded = object.__new__(cls)
         loaded._hold(kv, stored["exact_dtype"], model_type)
-        for layer, lengths in zip(loaded.layers, kv.seq_lengths, strict=True):
-            layer.columns = _columns_of(notes, kv.batch)
-            if not np.array_equal(layer.columns.lengths(kv.batch), lengths):
-                raise ValueError(
-                    f"path must be an undamaged file, but its padding is wrong: {path}."
-                )
+        for layer in loaded.layers:
+            layer.columns = columns.cropped(columns.count)
         return loaded
 
     def __repr__(self) -> str:
@@ -403,27 +399,23 @@ def _model_type(config: Any) -> str:
     return str(config.get_text_config(decoder=True).model_type)
 
 
-def _notes(sealed: str, path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The note that `save` wrote."""
-    checksum, _, text = sealed.partition(" ")
+def _read_notes(path: str | os.PathLike[str], kv: KVCache) -> tuple[Any, Columns]:
+    """Kind of model and columns, from the note that `save` put into the file."""
+    checksum, _, text = storage.metadata(path).get(NOTES, "").partition(" ")
     if f"{zlib.crc32(text.encode()):08x}" != checksum:
         raise ValueError(
             f"path must be a file written by KVCodecCache.save, but {os.fspath(path)!r} has no "
             f"such note."
         )
-    notes = json.loads(text)
-    if notes["version"] != NOTES_VERSION:
+    try:
+        notes = json.loads(text)
+        version, kind = notes.pop("version"), notes.pop("model_type")
+        columns = Columns.from_config(notes, kv.batch)
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        version = None
+    if version != NOTES_VERSION or (kv.seq_lengths != columns.lengths(kv.batch)).any():
         raise ValueError(
-            f"path must be a file with a note of version {NOTES_VERSION}, but it is of version "
-            f"{notes['version']}."
+            f"path must be an undamaged file of KVCodecCache.save with a note of version "
+            f"{NOTES_VERSION}, but the note of {os.fspath(path)!r} is wrong or of another version."
         )
-    return notes
-
-
-def _columns_of(notes: dict[str, Any], batch: int) -> Columns:
-    columns = Columns()
-    columns.count = notes["columns"]
-    columns.padding = [
-        (first, np.array(padded, dtype=np.int64)) for first, padded in notes["padding"]
-    ]
-    return columns
+    return kind, columns
