@@ -181,6 +181,12 @@ def attention(
 
 def floats(x: torch.Tensor, name: str) -> NDArray[np.float32]:
     """A tensor as an array of float32, without a copy where that is possible."""
+    check_tensor(x, name)
+    return x.detach().float().numpy()
+
+
+def check_tensor(x: torch.Tensor, name: str) -> None:
+    """Raise unless a tensor can be taken as an array."""
     if x.device.type != "cpu":
         raise ValueError(
             f'attention "kvcodec" runs on the CPU, but {name} is on {x.device}; '
@@ -196,7 +202,6 @@ def floats(x: torch.Tensor, name: str) -> NDArray[np.float32]:
             f'attention "kvcodec" has no gradient, but {name} requires one; '
             "run the model in torch.no_grad() or torch.inference_mode()."
         )
-    return x.detach().float().numpy()
 
 
 def _layer_of(key: torch.Tensor, value: torch.Tensor) -> KVCodecLayer:

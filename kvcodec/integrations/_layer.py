@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcodec.attention import AttentionResult
-from kvcodec.integrations._attention import HandedOver, floats
+from kvcodec.integrations._attention import HandedOver, check_tensor
 from kvcodec.integrations._extra import torch, transformers
 from kvcodec.integrations._padding import Columns, NewColumns
 
@@ -50,7 +50,7 @@ class KVCodecLayer(transformers.cache_utils.CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Hand the new keys and values to the attention function, which appends them."""
         for states, name in ((key_states, "key"), (value_states, "value")):
-            floats(states, name)
+            check_tensor(states, name)
         self.lazy_initialization(key_states, value_states)
         return HandedOver.of(self, key_states), HandedOver.of(self, value_states)
 
