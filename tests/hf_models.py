@@ -45,7 +45,7 @@ every_architecture = pytest.mark.parametrize("name", ARCHITECTURES)
 SMALL = {"sinks": 4, "recent": 8, "block": 16}
 EXACT = {"key": None, "value": None} | SMALL
 INT8 = {"key": "int8", "value": "int8"} | SMALL
-# Releases of Transformers 5 differ in the name of the argument.
+# Releases of Transformers differ in the name of the argument.
 _names = inspect.signature(transformers.LlamaModel.forward).parameters
 CACHE = "cache" if "cache" in _names else "past_key_values"
 

@@ -193,3 +193,23 @@ def test_exact_numbers_are_kept_as_the_model_has_them():
             cache = KVCodecCache(model.config, exact_dtype=asked, **SMALL)
             logits(model, prompt(10), cache=cache)
             assert cache.kv.config["exact_dtype"] == kept
+
+
+def test_arguments_reach_the_cache():
+    config = tiny("Gemma3").config
+    options = {
+        "sinks": 3,
+        "recent": 17,
+        "rollback": 5,
+        "max_tokens": 400,
+        "exact_dtype": "bfloat16",
+        "query_bits": None,
+        "probability_bits": 14,
+        "backend": "reference",
+    }
+    held = KVCodecCache(config, "lm3", "kivi4", **options).kv.config
+    for name, given in options.items():
+        assert held[name] == given
+    assert [held[side][1].name for side in ("key", "value")] == ["lm3", "kivi4"]
+    assert held["window"] == [24, None]
+    assert KVCodecCache(config, block=32).kv.config["block"] == 32

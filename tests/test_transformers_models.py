@@ -6,6 +6,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import torch
+import transformers
 from hf_models import (
     EXACT,
     INT8,
@@ -96,3 +97,41 @@ def test_codecs_of_single_layers():
     cache = cache_of(model, key={0: None, 1: "int8"}, value={0: "int8", 1: "lm4"})
     assert relative(logits(model, ids, (), cache), logits(tiny("Llama"), ids)) < 0.1
     assert "float32 or int8 keys, int8 or lm4 values" in repr(cache)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"),
+    [(4, 4, 64), (8, 2, 80), (7, 1, 96), (14, 2, 128), (8, 1, 32)],
+)
+def test_heads(heads, kv_heads, head_dim):
+    sizes = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "hidden_size": 8 * heads,
+    }
+    model, ids = tiny("Llama", **sizes), prompt(TOKENS)
+    truth = logits(model, ids)
+    packed(model)
+    assert relative(logits(model, ids, STEPWISE, cache_of(model, **EXACT)), truth) < 1e-4
+    assert 0 < relative(logits(model, ids, STEPWISE, cache_of(model)), truth) < 0.2
+
+
+@torch.inference_mode()
+def test_text_and_images_of_a_model_with_an_encoder():
+    """The encoder keeps its attention; images whose tokens see each other raise."""
+    text = tiny("Gemma3").config
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    parts = {"text_config": text, "vision_config": vision, "mm_tokens_per_image": 4}
+    tokens = {"image_token_id": 100, "pad_token_id": 0, "eos_token_id": None}
+    config = transformers.Gemma3Config(**parts, **tokens)
+    model, ids = transformers.Gemma3ForConditionalGeneration(config).eval(), prompt(60)
+    ids[ids == 100] = 1
+    expected = generate(model, ids)
+    model.set_attn_implementation({"text_config": "kvcodec"})
+    assert torch.equal(generate(model, ids, cache_of(model, **EXACT)), expected)
+    ids[0, 10:14] = 100
+    image = {"pixel_values": torch.ones(1, 3, 28, 28), "token_type_ids": (ids == 100).long()}
+    with pytest.raises(ValueError, match="the model asked for another mask"):
+        generate(model, ids, cache_of(model), **image)

@@ -73,8 +73,8 @@ class HandedOver(torch.Tensor):
 
 def mask(
     batch_size: int,
+    q_length: int,
     kv_length: int,
-    q_length: int = 0,
     q_offset: int = 0,
     kv_offset: int = 0,
     mask_function: Any = None,
@@ -82,13 +82,11 @@ def mask(
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
     use_vmap: bool = False,
-    cache_position: torch.Tensor | None = None,
     **_: Any,
 ) -> NewColumns:
     """What the attention function needs to know of a mask: a few numbers instead of a matrix.
 
-    Parameters are those of Transformers' mask functions; early releases of Transformers 5 give
-    `cache_position` in place of `q_length` and `q_offset`. Raises unless the mask is causal, over
+    Parameters are those of Transformers' mask functions. Raises unless the mask is causal, over
     all tokens or a sliding window, with padding on the left of the new tokens.
     """
     if use_vmap or not allow_is_causal_skip or not _is_sliding(mask_function, local_size):
@@ -97,8 +95,6 @@ def mask(
             "model asked for another mask: packed sequences, chunks, bidirectional parts and "
             "masks of one's own are not supported."
         )
-    if cache_position is not None:
-        q_length, q_offset = cache_position.shape[0], int(cache_position[0])
     if q_offset + q_length != kv_offset + kv_length:
         raise ValueError(
             f"cache must be a KVCodecCache, but is a cache with room for {kv_length} "

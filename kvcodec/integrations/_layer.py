@@ -69,18 +69,11 @@ class KVCodecLayer(transformers.cache_utils.CacheLayerMixin):
         """Columns seen, padding included."""
         return self.columns.count
 
-    def get_mask_sizes(self, query_length: int | torch.Tensor) -> tuple[int, int]:
-        """Columns that a mask covers, and the first of them.
-
-        Early releases of Transformers 5 give the positions of the queries in place of their number.
-        """
-        if isinstance(query_length, torch.Tensor):
-            query_length = query_length.shape[0]
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Columns that a mask covers, and the first of them."""
         return self.columns.count + query_length, 0
 
     def get_max_length(self) -> int:
         """Most tokens, or -1 for no limit."""
         capacity = self.owner.kv.capacity
         return -1 if capacity is None else capacity
-
-    get_max_cache_shape = get_max_length  # its name in early releases of Transformers 5

@@ -181,8 +181,7 @@ class KVCodecCache(transformers.Cache):
         Parameters
         ----------
         tokens_to_remove : int
-            How many, as a negative number, or 0. A positive number, as in early releases of
-            Transformers 5, is how many to keep.
+            How many, as a negative number, or 0.
 
         Raises
         ------
@@ -192,11 +191,11 @@ class KVCodecCache(transformers.Cache):
         """
         held = self._columns()
         longest = max(layer.columns.count for layer in self.layers)
-        if not -held <= tokens_to_remove <= held:
+        if not -held <= tokens_to_remove <= 0:
             raise ValueError(
                 f"tokens_to_remove must lie from {-held} to 0, but {tokens_to_remove} was given."
             )
-        kept = tokens_to_remove if tokens_to_remove > 0 else held + tokens_to_remove
+        kept = held + tokens_to_remove
         if self.layers[0].record_past and held - kept > self.rollback:
             raise ValueError(
                 f"rollback must be at least the tokens that assisted decoding takes back, "
