@@ -36,8 +36,8 @@ ARCHITECTURES = {
     "Qwen2 with sliding windows": SLIDING | {"use_sliding_window": True},
     "Qwen3": {},
     "Mistral": {"sliding_window": WINDOW},
-    "Gemma2": SLIDING | {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 32},
-    "Gemma3": SLIDING | {"head_dim": 256, "query_pre_attn_scalar": 256},
+    "Gemma2": SLIDING | {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 9},
+    "Gemma3": SLIDING | {"head_dim": 256, "query_pre_attn_scalar": 196},
     "GptOss": SLIDING | {"num_local_experts": 2, "num_experts_per_tok": 2},
 }
 every_architecture = pytest.mark.parametrize("name", ARCHITECTURES)

@@ -98,6 +98,14 @@ def test_what_a_forward_pass_may_not_be_given(name, match, options):
     raises_and_leaves(match, packed(tiny(name)), **options)
 
 
+def test_attention_weights_that_the_config_asks_for():
+    model = tiny("Llama")
+    model.set_attn_implementation("eager")
+    model.config.output_attentions = True
+    with pytest.raises(ValueError, match="output_attentions must be false"):
+        logits(packed(model), prompt(20), cache=cache_of(model))
+
+
 def test_packed_sequences():
     model, ids = packed(tiny("Llama")), prompt(20)
     positions = torch.cat([torch.arange(12), torch.arange(8)])[None]
@@ -221,6 +229,19 @@ def test_a_ring_cannot_be_cropped_beyond_what_is_there():
         cache.crop(-100)
     assert cache.get_seq_length() == 200
     assert (cache.kv.seq_lengths == 200).all()
+
+
+def test_keys_are_appended_once(monkeypatch):
+    """A model that attends twice with the same keys would append them twice."""
+    attend = transformers.AttentionInterface()["kvcodec"]
+
+    def twice(*args, **options):
+        attend(*args, **options)
+        return attend(*args, **options)
+
+    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "kvcodec", twice)
+    with pytest.raises(ValueError, match="called once for the keys and values"):
+        logits(packed(tiny("Llama")), prompt(20), cache=cache_of(tiny("Llama")))
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ IGNORED = frozenset(
         "output_router_logits",
         "position_embeddings",
         "return_dict",
+        "sliding_window",  # it is that of the mask
         "use_cache",
     }
 )
@@ -74,10 +75,7 @@ class HandedOver(torch.Tensor):
 def mask(
     batch_size: int,
     q_length: int,
-    kv_length: int,
     q_offset: int = 0,
-    kv_offset: int = 0,
-    mask_function: Any = None,
     attention_mask: torch.Tensor | None = None,
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
@@ -89,16 +87,11 @@ def mask(
     Parameters are those of Transformers' mask functions. Raises unless the mask is causal, over
     all tokens or a sliding window, with padding on the left of the new tokens.
     """
-    if use_vmap or not allow_is_causal_skip or not _is_sliding(mask_function, local_size):
+    if use_vmap or not allow_is_causal_skip:
         raise ValueError(
             'attention "kvcodec" is causal, over all tokens or over a sliding window, but the '
             "model asked for another mask: packed sequences, chunks, bidirectional parts and "
             "masks of one's own are not supported."
-        )
-    if q_offset + q_length != kv_offset + kv_length:
-        raise ValueError(
-            f"cache must be a KVCodecCache, but is a cache with room for {kv_length} "
-            f"tokens; {USE_BOTH}."
         )
     start = int(q_offset)
     if attention_mask is None:
@@ -124,15 +117,6 @@ def mask(
     )
 
 
-def _is_sliding(mask_function: Any, local_size: int | None) -> bool:
-    """Whether a local mask is a sliding window: chunks of tokens do not see the token before."""
-    if local_size is None or local_size == 1:
-        return True
-    row = torch.zeros(2, dtype=torch.long)
-    query = torch.tensor([local_size, local_size + 1])
-    return bool(mask_function(row, row, query, query - local_size + 1).all())
-
-
 def attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -143,7 +127,6 @@ def attention(
     dropout: float = 0.0,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    sliding_window: int | None = None,
     is_causal: bool | None = None,
     position_ids: torch.Tensor | None = None,
     **others: Any,
@@ -155,7 +138,7 @@ def attention(
     """
     layer = _layer_of(key, value)
     _check_call(module, dropout, is_causal, others)
-    columns = _checked_columns(attention_mask, layer, sliding_window)
+    columns = _checked_columns(attention_mask, layer)
     _check_positions(position_ids, columns)
     result = layer.append_attend(
         floats(query, "query"),
@@ -237,17 +220,16 @@ def _check_call(
             )
 
 
-def _checked_columns(columns: Any, layer: KVCodecLayer, sliding_window: int | None) -> NewColumns:
+def _checked_columns(columns: Any, layer: KVCodecLayer) -> NewColumns:
     if not isinstance(columns, NewColumns):
         raise ValueError(
             "attention_mask must be left out or be of shape (batch, tokens), 1 for a token and 0 "
             f'for padding, but {_shape(columns)} was given to attention "kvcodec".'
         )
-    if columns.window != layer.window or sliding_window not in (None, layer.window):
-        asked = columns.window if sliding_window is None else sliding_window
+    if columns.window != layer.window:
         raise ValueError(
             f"config must be that of the model: its sliding window in layer {layer.index} is "
-            f"{layer.window}, but the model asked for {asked}."
+            f"{layer.window}, but the model asked for {columns.window}."
         )
     return columns
 
