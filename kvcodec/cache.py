@@ -24,6 +24,7 @@ from kvcodec.cache_options import (
     CodecChoice,
     check_block,
     check_head_dim,
+    check_layer_window,
     codecs_of,
     for_each_layer,
     reserved_tokens,
@@ -69,10 +70,10 @@ class KVCache:
         Reserve packed memory for so many tokens a sequence (in ring mode for those that it can hold
         at a time), at most 2^24, and raise when more come. Evicted tokens do not count; those that
         have left a ring do, so leave it out to decode without end.
-    window : int, optional
-        Ring mode: a query sees the sinks, itself and the ``window - 1`` tokens before; pages that
-        no query can see any more are given back, or used again where they were reserved, and
-        nothing is moved.
+    window : int or sequence of int or None, optional
+        Ring mode, of all layers or (a number or None for each) of some: a query sees the sinks,
+        itself and the ``window - 1`` tokens before; pages that no query can see any more are given
+        back, or used again where they were reserved, and nothing is moved.
     exact_dtype : {"float32", "bfloat16"}, default "float32"
         How exact tokens, and layers without a codec, are kept. bfloat16 takes half the memory and
         is exact for a model that computes in it; other values are rounded to the nearest, and all
@@ -122,7 +123,7 @@ class KVCache:
         rollback: int = 0,
         batch: int = 1,
         max_tokens: int | None = None,
-        window: int | None = None,
+        window: int | abc.Sequence[int | None] | None = None,
         exact_dtype: str = "float32",
         value_head_dim: int | abc.Sequence[int] | None = None,
         query_bits: int | None = 8,
@@ -148,9 +149,9 @@ class KVCache:
             "recent": _validate.token_count(recent, "recent"),
             "block": check_block(block),
             "rollback": _validate.token_count(rollback, "rollback"),
-            "window": None if window is None else _validate.token_count(window, "window", 1),
         }
-        exact["reserve"] = reserved_tokens(self._max_tokens, **exact)
+        windows = each(window, "window", check_layer_window)
+        reserves = [reserved_tokens(self._max_tokens, **exact, window=x) for x in windows]
         exact["exact_dtype"] = _validate.choice(exact_dtype, "exact_dtype", tuple(STORED_AS))
         batch = _validate.integer(batch, "batch", 1)
         keys = codecs_of(key, "key", num_layers, block, dims)
@@ -161,8 +162,10 @@ class KVCache:
         self._backend = backend
         _backend.active_backend(backend)
         self._layers = [
-            Layer(*sizes, **exact)
-            for sizes in zip(heads, dims, value_dims, keys, values, strict=True)
+            Layer(*sizes, **exact, window=window, reserve=reserve)
+            for *sizes, window, reserve in zip(
+                heads, dims, value_dims, keys, values, windows, reserves, strict=True
+            )
         ]
         self._sequences = [[Sequence(layer) for _ in range(batch)] for layer in self._layers]
 
@@ -204,8 +207,9 @@ class KVCache:
             "value_head_dim": [layer.value_dim for layer in self._layers],
             "key": {index: layer.key for index, layer in enumerate(self._layers)},
             "value": {index: layer.value for index, layer in enumerate(self._layers)},
+            "window": [layer.window for layer in self._layers],
         }
-        shared = ("sinks", "recent", "block", "rollback", "window", "exact_dtype")
+        shared = ("sinks", "recent", "block", "rollback", "exact_dtype")
         own = ("max_tokens", "query_bits", "probability_bits", "backend")
         return {
             "num_layers": self.num_layers,

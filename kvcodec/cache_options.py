@@ -36,6 +36,11 @@ def check_head_dim(value: Any, name: str) -> int:
     return _validate.integer(value, name, 1, _validate.LARGEST_HEAD_DIM)
 
 
+def check_layer_window(value: Any, name: str) -> int | None:
+    """Tokens that a query sees, or None for all."""
+    return None if value is None else _validate.token_count(value, name, 1)
+
+
 def check_block(block: Any, name: str = "block") -> int:
     """Tokens that are packed at a time."""
     block = _validate.integer(block, name, 1, _validate.LARGEST_GROUP)

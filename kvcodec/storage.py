@@ -12,7 +12,7 @@ import os
 import secrets
 import shutil
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -78,8 +78,13 @@ def _bytes(array: NDArray[Any]) -> memoryview:
 # Saving
 
 
-def save(cache: KVCache, path: str | os.PathLike[str]) -> None:
-    """Write a cache to a new file beside `path`, then put it in its place."""
+def save(
+    cache: KVCache, path: str | os.PathLike[str], notes: Mapping[str, str] | None = None
+) -> None:
+    """Write a cache to a new file beside `path`, then put it in its place.
+
+    `notes` are further strings for the metadata of the file, by name, which `load` leaves alone.
+    """
     library = _safetensors()
     place = _replaceable(path)
     kernels = _backend.resolve(cache._backend)
@@ -102,7 +107,7 @@ def save(cache: KVCache, path: str | os.PathLike[str]) -> None:
     }
     types = list(DTYPES)
     order = sorted(about, key=lambda name: (types.index(about[name][0]), name))
-    table: dict[str, Any] = {"__metadata__": {"kvcodec": _sealed(header)}}
+    table: dict[str, Any] = {"__metadata__": {**(notes or {}), "kvcodec": sealed(header)}}
     start = 0
     for name in order:
         dtype, shape, size, _ = about[name]
@@ -135,7 +140,7 @@ def _about(array: NDArray[Any]) -> tuple[str, tuple[int, ...], int, int]:
     return dtype, array.shape, array.nbytes, zlib.crc32(_bytes(array))
 
 
-def _sealed(header: dict[str, Any]) -> str:
+def sealed(header: dict[str, Any]) -> str:
     """The header as JSON behind its checksum."""
     text = json.dumps(header, sort_keys=True)
     return f"{zlib.crc32(text.encode()):08x} {text}"
@@ -212,6 +217,12 @@ def _energy(row: Sequence) -> NDArray[np.float64]:
 # Loading: read
 
 
+def metadata(path: str | os.PathLike[str]) -> dict[str, str]:
+    """The strings in the metadata of a file, by name."""
+    with _safetensors().safe_open(_readable(path), "np") as file:
+        return file.metadata() or {}
+
+
 def load(path: str | os.PathLike[str], backend: str | None) -> KVCache:
     """Read what `save` wrote, or raise."""
     library = _safetensors()
@@ -267,6 +278,7 @@ def _build(plan: Plan, arrays: Arrays, backend: str | None, kernels: ModuleType)
         {index: layer.key for index, layer in enumerate(layers)},
         {index: layer.value for index, layer in enumerate(layers)},
         value_head_dim=[layer.value_dim for layer in layers],
+        window=[layer.window for layer in layers],
         batch=len(plan.sequences[0]),
         backend=backend,
         **{name: getattr(first, name) for name in SHARED},

@@ -39,7 +39,7 @@ HEADER = (
     "checksums",
 )
 OPTIONS = ("query_bits", "probability_bits", "max_tokens")
-SHARED = ("sinks", "recent", "block", "rollback", "window", "exact_dtype")
+SHARED = ("sinks", "recent", "block", "rollback", "exact_dtype")
 NUMBERS = ("end", "packed_end", "evicted", "released")
 ROW = (*NUMBERS, "tail_first", "equalized", "unit_first", "unit_count")
 RESERVE_DEPENDS_ON = ("sinks", "recent", "block", "rollback", "window")

@@ -192,7 +192,7 @@ def test_the_config_makes_a_cache_like_it():
     like = kv.KVCache(**cache.config)
     assert like._layers == cache._layers
     assert like.config == cache.config
-    assert like.config["window"] == 50
+    assert like.config["window"] == [50, 50]
 
 
 def test_an_empty_cache_is_true_and_rows_of_different_length_show():

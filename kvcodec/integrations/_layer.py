@@ -1,0 +1,79 @@
+"""One layer of a KVCodecCache, as Transformers asks for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcodec.attention import AttentionResult
+from kvcodec.integrations._attention import HandedOver, check_tensor
+from kvcodec.integrations._extra import torch, transformers
+from kvcodec.integrations._padding import Columns, NewColumns
+
+if TYPE_CHECKING:
+    from kvcodec.integrations.transformers import KVCodecCache
+
+Floats = NDArray[np.float32]
+
+
+class KVCodecLayer(transformers.cache_utils.CacheLayerMixin):
+    """A layer of the one `KVCache` that its `KVCodecCache` holds."""
+
+    is_compileable = False
+    supports_early_init = False
+
+    def __init__(self, owner: KVCodecCache, index: int, window: int | None) -> None:
+        super().__init__()
+        self.owner, self.index, self.window = owner, index, window
+        self.columns = Columns()
+        self.record_past = False
+
+    @property
+    def is_sliding(self) -> bool:
+        """Whether queries see a window only."""
+        return self.window is not None
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether a crop may leave no trace."""
+        return self.owner.rollback > 0
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Make the cache for the batch and the number type of these keys, if it is empty."""
+        self.owner._begin(key_states.shape[0], key_states.dtype)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hand the new keys and values to the attention function, which appends them."""
+        for states, name in ((key_states, "key"), (value_states, "value")):
+            check_tensor(states, name)
+        self.lazy_initialization(key_states, value_states)
+        return HandedOver.of(self, key_states), HandedOver.of(self, value_states)
+
+    def append_attend(
+        self, q: Floats, k: Floats, v: Floats, columns: NewColumns, **options: Any
+    ) -> Floats | AttentionResult:
+        """What the attention function calls."""
+        self.columns.check(columns)
+        result = self.owner.kv.append_attend(
+            self.index, q, k, v, window=self.window, lengths=columns.lengths, **options
+        )
+        self.columns.append(columns)
+        return result
+
+    def get_seq_length(self) -> int:
+        """Columns seen, padding included."""
+        return self.columns.count
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Columns that a mask covers, and the first of them."""
+        return self.columns.count + query_length, 0
+
+    def get_max_length(self) -> int:
+        """Most tokens, or -1 for no limit."""
+        capacity = self.owner.kv.capacity
+        return -1 if capacity is None else capacity
