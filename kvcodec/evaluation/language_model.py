@@ -8,12 +8,11 @@ its packed bytes, as in generation.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Any
-
-import numpy as np
 
 from kvcodec import _validate
 from kvcodec.evaluation.codecs import CodecPair
@@ -128,12 +127,23 @@ class Run:
         import torch
 
         kept = {"logits_to_keep": max(keep, 1)} if self._takes_kept else {}
-        self.model.set_attn_implementation(self.attention)
-        start = perf_counter()
-        with torch.inference_mode():
-            answer = self.model(torch.tensor([tokens]), **{self._name: self.cache}, **kept)
-        self.seconds += perf_counter() - start
+        options = {self._name: self.cache, **kept}
+        with torch.inference_mode(), _attention(self.model, self.attention):
+            start = perf_counter()
+            answer = self.model(torch.tensor([tokens]), **options)
+            self.seconds += perf_counter() - start
         return answer.logits[0, answer.logits.shape[1] - keep :].float()
+
+
+@contextmanager
+def _attention(model: Any, name: str) -> Iterator[None]:
+    """The attention function of a model for a while."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
 
 
 def exact_run(model: LanguageModel) -> Run:
@@ -210,10 +220,10 @@ def evaluate_chunk(
     exact = exact_run(model)
     for start, stop in pieces(fed, options.chunk):
         keep = max(stop - max(start, fed - counted), 0)
-        log_p = _log_softmax(exact.feed(tokens[start:stop], keep))
         targets = tokens[stop + 1 - keep : stop + 1]
+        piece = ExactPiece(exact.feed(tokens[start:stop], keep), targets)
         for run, predictions in zip(runs, found, strict=True):
-            _compare(predictions, log_p, run.feed(tokens[start:stop], keep), targets)
+            piece.compare(predictions, run.feed(tokens[start:stop], keep))
             advance()
     for run, predictions in zip(runs, found, strict=True):
         predictions.tokens, predictions.seconds = fed, run.seconds
@@ -225,36 +235,72 @@ def pieces(tokens: int, size: int) -> list[tuple[int, int]]:
     return [(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
 
-def _log_softmax(logits: Any) -> Any:
-    """Log probabilities in float64; entries that are not finite get none, minus infinity."""
-    import torch
+class ExactPiece:
+    """Predictions of the float32 run after some tokens, and what they are compared by.
 
-    result = logits.double()
-    result.masked_fill_(~torch.isfinite(result), -torch.inf)
-    # A row without a finite entry stays at minus infinity instead of becoming NaN.
-    largest = result.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
-    result -= largest
-    return result.sub_(result.logsumexp(-1, keepdim=True).nan_to_num(neginf=0.0))
+    Parameters
+    ----------
+    logits : torch.Tensor of float32, shape (positions, vocabulary)
+        Its logits.
+    targets : sequence of int
+        The token that the text has next, of each position.
+    """
 
+    def __init__(self, logits: Any, targets: Sequence[int]) -> None:
+        import torch
 
-def _compare(predictions: Predictions, log_p: Any, logits: Any, targets: Sequence[int]) -> None:
-    """Add what the logits of some positions say, a few positions at a time."""
-    import torch
+        self.logits, self.targets = logits, torch.tensor(targets, dtype=torch.int64)
+        self.finite = bool(torch.isfinite(logits).all())
+        if self.finite:
+            log_p = logits.double()
+            log_p -= log_p.logsumexp(-1, keepdim=True)
+            self.target = _of_targets(log_p, self.targets)
+            self.p = log_p.exp()
+            self.negative_entropy = log_p.mul_(self.p).sum(-1)
+            self.top = logits.argmax(-1)
 
-    rows = max(ENTRIES_AT_ONCE // logits.shape[-1], 1)
-    for start in range(0, len(targets), rows):
-        part = slice(start, start + rows)
-        p, q, target = log_p[part], _log_softmax(logits[part]), torch.tensor(targets[part])
-        left_out = torch.isinf(p) | torch.isinf(q)
-        count = int(left_out.sum())
-        if count:
-            p, q = (_log_softmax(x.masked_fill(left_out, -torch.inf)) for x in (p, q))
-        terms = p.exp().mul_(p - q)
-        kl = terms.masked_fill_(left_out, 0.0).sum(-1) if count else terms.sum(-1)
+    def compare(self, predictions: Predictions, logits: Any) -> None:
+        """Add what the logits of another run say, a few positions at a time."""
+        import torch
+
+        rows = max(ENTRIES_AT_ONCE // logits.shape[-1], 1)
+        for start in range(0, len(self.targets), rows):
+            part = slice(start, start + rows)
+            if self.finite and bool(torch.isfinite(logits[part]).all()):
+                self._compare_finite(predictions, logits[part], part)
+            else:
+                self._compare_others(predictions, logits[part], part)
+
+    def _compare_finite(self, predictions: Predictions, logits: Any, part: slice) -> None:
+        """KL as sum p log p - sum p log q, which needs no log q of each entry."""
+        q = logits.double()
+        sums = q.logsumexp(-1)
+        cross = (self.p[part].unsqueeze(1) @ q.unsqueeze(2))[:, 0, 0] - sums
+        predictions.kl += (self.negative_entropy[part] - cross).tolist()
+        predictions.same_top += (self.top[part] == logits.argmax(-1)).tolist()
+        predictions.exact_log_probability += self.target[part].tolist()
+        target = _of_targets(q, self.targets[part]) - sums
+        predictions.log_probability += target.tolist()
+
+    def _compare_others(self, predictions: Predictions, logits: Any, part: slice) -> None:
+        """Leave entries that are not finite in one of the runs out of both."""
+        import torch
+
+        left_out = ~(torch.isfinite(self.logits[part]) & torch.isfinite(logits))
         nothing_left = left_out.all(-1)
+        p, q = (
+            x.double().masked_fill(left_out, -torch.inf).log_softmax(-1)
+            for x in (self.logits[part], logits)
+        )
+        kl = (p.exp() * (p - q)).masked_fill(left_out, 0.0).sum(-1)
         same_top = (p.argmax(-1) == q.argmax(-1)) & ~nothing_left
-        predictions.left_out += count
-        predictions.kl += kl.masked_fill(nothing_left, np.inf).tolist()
+        predictions.left_out += int(left_out.sum())
+        predictions.kl += kl.masked_fill(nothing_left, torch.inf).tolist()
         predictions.same_top += same_top.tolist()
         for name, x in (("exact_log_probability", p), ("log_probability", q)):
-            getattr(predictions, name).extend(x.gather(1, target[:, None])[:, 0].tolist())
+            getattr(predictions, name).extend(_of_targets(x, self.targets[part]).tolist())
+
+
+def _of_targets(x: Any, targets: Any) -> Any:
+    """The entry of each row that belongs to its target."""
+    return x.gather(1, targets[:, None])[:, 0]
