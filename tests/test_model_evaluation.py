@@ -157,6 +157,18 @@ def test_only_the_last_predictions_count():
         assert last.tokens == FED
 
 
+def test_memory_of_the_caches_is_given_back(monkeypatch):
+    held = []
+    monkeypatch.setattr(
+        language_model,
+        "packed_run",
+        lambda *arguments: held.append(packed_run(*arguments)) or held[-1],
+    )
+    evaluated(tiny("Llama"), chunk(), "int4")
+    [run] = held
+    assert sum(layer["key"]["body"] for layer in run.cache.memory()["layers"]) < 1000
+
+
 def test_codecs_do_not_touch_each_other():
     names = ["int4", "fp32", "lm4/lm2", "int8"]
     together = evaluated(tiny("Qwen3"), chunk(), *names)
