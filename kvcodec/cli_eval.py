@@ -332,9 +332,9 @@ def _divergence(options: dict[str, Any]) -> tuple[Any, Any, Callable[[str], None
     units = evaluation.chunk_units(cut, run)
     about = {"task": DIVERGENCE, "tokens": tokens, "chunks": chunks}
     pairs, results = _measure(options, model, units, pairs, text, about)
-    rows = evaluation.divergence_rows(results, units, pairs, options["seed"])
-    table = evaluation.make_model_table(rows, model.source)
-    return rows, table, lambda file: evaluation.draw_model_plot(rows, model.source, file)
+    rows = evaluation.divergence_rows(model, results, units, pairs, options["seed"])
+    table = evaluation.make_model_table(rows)
+    return rows, table, lambda file: evaluation.draw_model_plot(rows, file)
 
 
 def _needle(options: dict[str, Any]) -> tuple[Any, Any, Callable[[str], None]]:
@@ -352,7 +352,7 @@ def _needle(options: dict[str, Any]) -> tuple[Any, Any, Callable[[str], None]]:
     about = {"task": NEEDLE, "lengths": list(options["lengths"]), "probes": count, "seed": seed}
     pairs, results = _measure(options, model, units, pairs, text, about)
     rows = evaluation.needle_rows(model, results, units, pairs, seed)
-    return rows, evaluation.make_needle_table(rows, model.source), lambda file: None
+    return rows, evaluation.make_needle_table(rows), lambda file: None
 
 
 def _begin(options: dict[str, Any]) -> tuple[LanguageModel, str, Any]:

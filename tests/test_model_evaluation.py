@@ -245,7 +245,7 @@ class TestEntriesThatAreNotFinite:
         assert found.kl == pytest.approx([math.inf, 0.0])
         assert found.same_top == [False, True]
         found.seconds, found.tokens = 1.0, 2
-        row = summarize([found], OPTIONS, 16, 0)
+        row = summarize("m", [found], OPTIONS, 16, 0)
         assert row.mean_kl == math.inf
         assert '"mean_kl": null' in to_json([row])
 
@@ -270,7 +270,7 @@ class TestStatistics:
             invented(kl[:500], exact[:500], quantized[:500], [True] * 400 + [False] * 100),
             invented(kl[500:], exact[500:], quantized[500:]),
         ]
-        row = summarize(chunks, OPTIONS, 16, 0)
+        row = summarize("m", chunks, OPTIONS, 16, 0)
         assert row.mean_kl == pytest.approx(kl.mean())
         # Two chunks drawn of two: the mean of their means is off by half their distance, half the
         # time.
@@ -291,13 +291,13 @@ class TestStatistics:
     def test_the_seed_decides_the_errors(self):
         rng = np.random.default_rng(0)
         chunks = [invented(rng.random(20), rng.random(20), rng.random(20)) for _ in range(4)]
-        first, again, other = (summarize(chunks, OPTIONS, 16, seed) for seed in (0, 0, 1))
+        first, again, other = (summarize("m", chunks, OPTIONS, 16, seed) for seed in (0, 0, 1))
         assert first == again
         assert first.mean_kl == other.mean_kl
         assert first.mean_kl_error != other.mean_kl_error
 
     def test_one_chunk_has_no_error(self):
-        row = summarize([invented([0.1], [0.5], [0.5])], OPTIONS, 16, 0)
+        row = summarize("m", [invented([0.1], [0.5], [0.5])], OPTIONS, 16, 0)
         assert math.isnan(row.mean_kl_error)
         assert math.isnan(row.perplexity_ratio_error)
 
@@ -306,12 +306,12 @@ class TestStatistics:
         exact = rng.uniform(0.1, 0.9, 400)
         quantized = exact[::-1]  # as likely a text, by other tokens
         kl = np.abs(np.log(exact / quantized))
-        row = summarize([invented(kl, exact, quantized, [False] * 400)], OPTIONS, 16, 0)
+        row = summarize("m", [invented(kl, exact, quantized, [False] * 400)], OPTIONS, 16, 0)
         assert row.perplexity_ratio == pytest.approx(1)
         assert row.mean_kl > 0.1
         assert row.same_top == 0
         assert row.rms_probability_change > 0.1
-        headings = [column.header for column in make_model_table([row], "m").columns]
+        headings = [column.header for column in make_model_table([row]).columns]
         for heading in ("mean KL\n(nats)", "same\ntop", "RMS\nΔp", "perplexity\nratio"):
             assert heading in headings
 
@@ -422,8 +422,9 @@ def test_rows_are_over_all_chunks():
     assert parts == sorted(parts)
     assert parts[-1] == 1
     assert len(parts) == 2 * 2 * 3
-    rows = divergence_rows(results, units, pairs, 0)
+    rows = divergence_rows(model, results, units, pairs, 0)
     assert [row.name for row in rows] == ["int8", "int4"]
+    assert rows[0].model == "tiny"
     apart = [evaluated(tiny("Llama"), chunk(seed=seed), "int4")[0].kl for seed in (0, 1)]
     assert rows[1].mean_kl == np.mean(apart)
     assert rows[1].predictions == 2 * FED
@@ -436,7 +437,7 @@ def test_smollm2():
     names = ("fp32", "int8", "int4")
     units = chunk_units(tokens, ChunkOptions())
     pairs = [codec_pair(name) for name in names]
-    rows = divergence_rows(measure(model, units, pairs), units, pairs, 0)
+    rows = divergence_rows(model, measure(model, units, pairs), units, pairs, 0)
     exact, int8, int4 = rows
     assert 2 < exact.exact_perplexity < 60
     assert abs(exact.mean_kl) < 1e-9

@@ -156,7 +156,7 @@ class TestHits:
         assert rows[2].found == 4
         assert rows[2].same_as_exact == 1
         assert rows[0].seed == 3
-        assert make_needle_table(rows, "tiny").row_count == 4
+        assert make_needle_table(rows).row_count == 4
         del results[units[0].name, "fp32"]
         [row, *_] = needle_rows(model, results, units, pairs[:1], 3)
         assert row.same_as_exact is None

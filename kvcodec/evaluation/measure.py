@@ -200,12 +200,18 @@ def keep_result(
 
 
 def divergence_rows(
-    results: Results, units: Sequence[Unit], pairs: Sequence[CodecPair], seed: int
+    model: LanguageModel,
+    results: Results,
+    units: Sequence[Unit],
+    pairs: Sequence[CodecPair],
+    seed: int,
 ) -> list[ModelQuality]:
     """The figures of each codec over the chunks.
 
     Parameters
     ----------
+    model : LanguageModel
+        The model that was measured.
     results : dict
         Of `measure`.
     units, pairs
@@ -220,6 +226,7 @@ def divergence_rows(
     """
     return [
         summarize(
+            model.source,
             [Predictions(**results[unit.name, pair.name]) for unit in units],
             units[0].options,
             pair.block,
@@ -266,6 +273,7 @@ def needle_rows(
             low, high = wilson_interval(sum(found), len(found))
             rows.append(
                 NeedleQuality(
+                    model=model.source,
                     name=pair.name,
                     key=about.key,
                     value=about.value,

@@ -23,6 +23,8 @@ class ModelQuality:
 
     Attributes
     ----------
+    model : str
+        The name of the model.
     name : str
         The name of the codec pair.
     key, value : dict or None
@@ -51,10 +53,12 @@ class ModelQuality:
         Tokens fed over the time of the forward passes.
     predictions, chunks, tokens : int
         Counted predictions, chunks, and tokens of a chunk.
-    sinks, recent, block : int
-        Exact tokens at the beginning, of the newest, and tokens packed at a time.
+    sinks, recent, block, chunk : int
+        Exact tokens at the beginning, of the newest, tokens packed at a time, and tokens fed at a
+        time.
     """
 
+    model: str
     name: str
     key: dict[str, Any] | None
     value: dict[str, Any] | None
@@ -80,15 +84,18 @@ class ModelQuality:
     sinks: int
     recent: int
     block: int
+    chunk: int
 
 
 def summarize(
-    chunks: Sequence[Predictions], options: ChunkOptions, block: int, seed: int
+    model: str, chunks: Sequence[Predictions], options: ChunkOptions, block: int, seed: int
 ) -> ModelQuality:
     """The figures of one codec.
 
     Parameters
     ----------
+    model : str
+        The name of the model.
     chunks : sequence of Predictions
         What was predicted in each chunk, at least one.
     options : ChunkOptions
@@ -121,6 +128,7 @@ def summarize(
         change = np.exp(quantized) - np.exp(exact)
         first = chunks[0]
         return ModelQuality(
+            model=model,
             name=first.codec,
             key=first.key,
             value=first.value,
@@ -147,6 +155,7 @@ def summarize(
             sinks=options.sinks,
             recent=options.recent,
             block=block,
+            chunk=options.chunk,
         )
 
 

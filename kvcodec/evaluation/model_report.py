@@ -44,15 +44,13 @@ NEEDLE_COLUMNS = (
 )
 
 
-def make_model_table(rows: Sequence[ModelQuality], source: str) -> Table:
+def make_model_table(rows: Sequence[ModelQuality]) -> Table:
     """A table with a row for each codec.
 
     Parameters
     ----------
     rows : sequence of ModelQuality
         What was measured, at least one.
-    source : str
-        The name of the model.
 
     Returns
     -------
@@ -61,7 +59,7 @@ def make_model_table(rows: Sequence[ModelQuality], source: str) -> Table:
     """
     first = rows[0]
     title = (
-        f"{source}: {first.chunks} chunks of {first.tokens} tokens, {first.predictions} "
+        f"{first.model}: {first.chunks} chunks of {first.tokens} tokens, {first.predictions} "
         f"predictions; sinks {first.sinks}, recent {first.recent}"
     )
     caption = (
@@ -72,15 +70,13 @@ def make_model_table(rows: Sequence[ModelQuality], source: str) -> Table:
     return table_of(rows, MODEL_COLUMNS, title, caption)
 
 
-def make_needle_table(rows: Sequence[NeedleQuality], source: str) -> Table:
+def make_needle_table(rows: Sequence[NeedleQuality]) -> Table:
     """A table with a row for each codec and length.
 
     Parameters
     ----------
     rows : sequence of NeedleQuality
         What was measured, at least one.
-    source : str
-        The name of the model.
 
     Returns
     -------
@@ -89,24 +85,20 @@ def make_needle_table(rows: Sequence[NeedleQuality], source: str) -> Table:
     """
     first = rows[0]
     title = (
-        f"{source}: retrieval of a code; sinks {first.sinks}, recent {first.recent}, "
+        f"{first.model}: retrieval of a code; sinks {first.sinks}, recent {first.recent}, "
         f"seed {first.seed}"
     )
     caption = "95%: Wilson interval of the share. fp32: the misses of the model itself."
     return table_of(rows, NEEDLE_COLUMNS, title, caption)
 
 
-def draw_model_plot(
-    rows: Sequence[ModelQuality], source: str, path: str | os.PathLike[str]
-) -> None:
+def draw_model_plot(rows: Sequence[ModelQuality], path: str | os.PathLike[str]) -> None:
     """Draw mean KL, with its error, and the share of other top tokens, against bits a value.
 
     Parameters
     ----------
     rows : sequence of ModelQuality
         What was measured.
-    source : str
-        The name of the model.
     path : str or path
         A file that `check_plot` accepts.
 
@@ -122,5 +114,5 @@ def draw_model_plot(
         ("mean KL of the predictions (nats)", [row.mean_kl for row in rows], errors),
         ("99% KL (nats)", [row.kl_99 for row in rows], None),
     )
-    title = f"{source}: sinks {rows[0].sinks}, recent {rows[0].recent}"
+    title = f"{rows[0].model}: sinks {rows[0].sinks}, recent {rows[0].recent}"
     draw_panels(rows, panels, title, path)

@@ -61,6 +61,8 @@ class NeedleQuality:
 
     Attributes
     ----------
+    model : str
+        The name of the model.
     name : str
         The name of the codec pair.
     key, value : dict or None
@@ -80,6 +82,7 @@ class NeedleQuality:
         How it was measured.
     """
 
+    model: str
     name: str
     key: dict[str, Any] | None
     value: dict[str, Any] | None
