@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE / "_ext")]
 # Notebooks run in processes of their own, which find the package by this.
 os.environ["PYTHONPATH"] = os.pathsep.join(
-    [str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    [*sys.path[:2], *filter(None, [os.environ.get("PYTHONPATH")])]
 )
 
 from kvcodec import __version__  # noqa: E402
@@ -63,10 +63,11 @@ myst_enable_extensions = ["amsmath", "colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 myst_update_mathjax = False
 
-nb_execution_mode = "cache"
+nb_execution_mode = "force"  # a cache would not see that the package has changed
 nb_execution_raise_on_error = True
 nb_execution_timeout = 150
 nb_merge_streams = True
+nb_render_markdown_format = "gfm"
 nb_ipywidgets_js = {}  # widgets would need scripts from elsewhere
 
 autosummary_generate = True
