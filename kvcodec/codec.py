@@ -188,22 +188,112 @@ class Codec:
         return replace(self, side=side, center=center, equalize=equalize, scale_rule=scale_rule)
 
     def signs(self, head_dim: int) -> NDArray[np.float32]:
-        """The signs of the rotation "srht", float32 (head_dim,)."""
+        """The signs of the rotation "srht".
+
+        Parameters
+        ----------
+        head_dim : int
+            Channels of a vector.
+
+        Returns
+        -------
+        ndarray of float32, shape (head_dim,)
+            +1 and -1, from `srht_signs` with the codec's seed.
+
+        Raises
+        ------
+        ValueError
+            If head_dim is below 1.
+
+        Examples
+        --------
+        >>> import kvcodec as kv
+        >>> kv.codec("lm4").signs(4)
+        array([-1., -1., -1.,  1.], dtype=float32)
+        """
         return srht_signs(head_dim, self.seed)
 
     def codebook(self, head_dim: int) -> Codebook:
-        """The Lloyd-Max codebook for vectors of head_dim channels."""
+        """The Lloyd-Max codebook for vectors of head_dim channels.
+
+        Parameters
+        ----------
+        head_dim : int
+            Channels of a vector.
+
+        Returns
+        -------
+        Codebook
+            The one of the codec's bits.
+
+        Raises
+        ------
+        ValueError
+            If there is none for head_dim or the codec's bits.
+
+        Examples
+        --------
+        >>> import kvcodec as kv
+        >>> kv.codec("lm2").codebook(128).levels
+        array([-123,  -37,   37,  123], dtype=int8)
+        """
         return codebook(head_dim, self.bits)
 
     def levels(self, head_dim: int) -> NDArray[np.int8]:
-        """The int8 level of each unsigned code, (2^bits,)."""
+        """The int8 level that each unsigned code stands for.
+
+        Parameters
+        ----------
+        head_dim : int
+            Channels of a vector, which Lloyd-Max codebooks depend on.
+
+        Returns
+        -------
+        ndarray of int8, shape (2^bits,)
+            The levels, in ascending order.
+
+        Raises
+        ------
+        ValueError
+            If the codec is "lloyd_max" and has no codebook for head_dim.
+
+        Examples
+        --------
+        >>> import kvcodec as kv
+        >>> kv.codec("int2").levels(128)
+        array([-2, -1,  0,  1], dtype=int8)
+        """
         if self.code == "lloyd_max":
             return self.codebook(head_dim).levels
         half = 2 ** (self.bits - 1)
         return np.arange(-half, half).astype(np.int8)
 
     def check_head_dim(self, head_dim: int, name: str = "head_dim") -> int:
-        """Raise unless vectors of head_dim channels can be encoded."""
+        """Raise unless vectors of head_dim channels can be encoded.
+
+        Parameters
+        ----------
+        head_dim : int
+            Channels of a vector.
+        name : str, default "head_dim"
+            What an error calls it.
+
+        Returns
+        -------
+        int
+            head_dim.
+
+        Raises
+        ------
+        ValueError
+            If head_dim is not from 1 to 1024, cannot be rotated, or has no codebook.
+
+        Examples
+        --------
+        >>> import kvcodec as kv
+        >>> kv.codec("int4").check_head_dim(96)
+        96
+        """
         _validate.integer(head_dim, name, 1, _validate.LARGEST_HEAD_DIM)
         if self.rotation != "none":
             _validate.transform_order(head_dim, f"{name} (for rotation {self.rotation!r})")

@@ -79,7 +79,13 @@ class Encoded:
             raise ValueError("weights must be finite and above 0, but some are not.")
 
     def freeze(self) -> Encoded:
-        """Make the arrays read-only, and return itself."""
+        """Make the arrays read-only.
+
+        Returns
+        -------
+        Encoded
+            Itself.
+        """
         for name in ARRAYS:
             array = getattr(self, name)
             if array is not None:

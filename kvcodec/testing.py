@@ -314,7 +314,13 @@ class Backend(NamedTuple):
     num_threads: int | None = None
 
     def context(self) -> AbstractContextManager[None]:
-        """The `kvcodec.config_context` that makes calls run this way."""
+        """The `kvcodec.config_context` that makes calls run this way.
+
+        Returns
+        -------
+        context manager
+            For a ``with`` block.
+        """
         return config_context(backend=self.backend, simd=self.simd, num_threads=self.num_threads)
 
 
@@ -579,6 +585,10 @@ def exact_attention(
         The weighted mean of the values; 0 for a query that sees nothing.
     log_sum_exp : ndarray of float64, shape (batch, q_heads, q_len)
         Of the visible scores; minus infinity for a query that sees nothing.
+
+    References
+    ----------
+    A. Vaswani et al., arXiv:1706.03762, equation 1.
 
     Examples
     --------

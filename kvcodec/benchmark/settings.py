@@ -86,7 +86,24 @@ class Settings:
         return QUICK_FWHT_ROWS if self.quick else FWHT_ROWS
 
     def command(self, *more: str) -> str:
-        """The command that measures this, with further words."""
+        """The command that measures this.
+
+        Parameters
+        ----------
+        *more : str
+            Further words of the command.
+
+        Returns
+        -------
+        str
+            A line for a shell.
+
+        Examples
+        --------
+        >>> from kvcodec.benchmark import make_settings
+        >>> make_settings(quick=True).command("--json", "times.json")
+        'kvcodec bench --quick ... --json times.json'
+        """
         shape = self.shape
         words = ["kvcodec", "bench", *(["--quick"] if self.quick else [])]
         for option, values in (

@@ -89,7 +89,18 @@ class CodecPair:
         return Codec.block if self.key is None else self.key.block
 
     def check_head_dims(self, key_dim: int, value_dim: int) -> None:
-        """Raise a ValueError unless keys and values of so many channels can be encoded."""
+        """Raise unless keys and values of so many channels can be encoded.
+
+        Parameters
+        ----------
+        key_dim, value_dim : int
+            Channels of a key and of a value.
+
+        Raises
+        ------
+        ValueError
+            If they cannot.
+        """
         for side, head_dim, name in (
             (self.key, key_dim, "the head_dim of k"),
             (self.value, value_dim, "the head_dim of v"),

@@ -158,7 +158,13 @@ class KVCodecCache(transformers.Cache):
         return self.kv.nbytes
 
     def memory(self) -> dict[str, Any]:
-        """Bytes by layer, side and part, and their ratio to float16, as in `KVCache.memory`."""
+        """Bytes by layer, side and part, and their ratio to float16.
+
+        Returns
+        -------
+        dict
+            As of `KVCache.memory`.
+        """
         return self.kv.memory()
 
     @property
