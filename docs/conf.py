@@ -65,7 +65,7 @@ myst_update_mathjax = False
 
 nb_execution_mode = "force"  # a cache would not see that the package has changed
 nb_execution_raise_on_error = True
-nb_execution_timeout = 150
+nb_execution_timeout = 600
 nb_merge_streams = True
 nb_render_markdown_format = "gfm"
 nb_ipywidgets_js = {}  # widgets would need scripts from elsewhere
