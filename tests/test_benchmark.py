@@ -157,7 +157,7 @@ def test_a_picture_is_drawn(run, tmp_path):
         (("--repeats", 0), "0 is not in the range"),
         (("--q-heads", 7), "q_heads must be a multiple of kv_heads, 8, but 7 was given"),
         (("--head-dim", 100), "must be m * 2^k"),
-        (("--codec", "int5"), "codec must be fp16, one of int8"),
+        (("--codec", "int5"), "codec must be fp16, fp32, bf16, one of int8"),
         (("--codec", "fp16"), "codec must be a packed one"),
         (("--codec", "lm4", "--head-dim", 8192), "head_dim"),
         (("--json", "/nowhere/times.json"), "/nowhere is no folder"),
