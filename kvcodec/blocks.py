@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcodec import _arena
 from kvcodec.codec import Codec
 from kvcodec.encoded import Encoded, layout_of
 from kvcodec.reference import tiles
@@ -111,7 +112,7 @@ class Blocks:
             size = tiles.tile_bytes(self.head_dim, self.width, self.codec.side)
             packed = (self.heads, PAGE_UNITS, self.unit // TILE, size)
             layout = layout_of(self.codec, shape) | {"packed": (packed, np.uint8)}
-        self.pages.append({name: np.zeros(*about) for name, about in layout.items()})
+        self.pages.append(_arena.zeros(layout))
         self.shared.append(False)
         self.tables.clear()
 
@@ -119,7 +120,7 @@ class Blocks:
         """Put tokens done .. done + size - 1 of x into the last unit from this slot on."""
         at, index = divmod(self.units - 1, PAGE_UNITS)
         if self.shared[at]:
-            self.pages[at] = {name: array.copy() for name, array in self.pages[at].items()}
+            self.pages[at] = _arena.copies(self.pages[at])
             self.shared[at] = False
             self.tables.clear()
         page = self.pages[at]

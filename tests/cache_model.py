@@ -12,6 +12,7 @@ import numpy as np
 import safetensors.numpy
 
 from kvcodec import reference
+from kvcodec._arena import CACHE_LINE, CHUNK
 from kvcodec.encoded import ARRAYS, Encoded
 from kvcodec.testing import exact_attention
 
@@ -420,6 +421,12 @@ def buffers(thing):
     if isinstance(thing, np.ndarray):
         assert thing.base is None, "a view keeps more alive than it counts"
         yield thing
+    elif isinstance(thing, dict) and "packed" in thing:
+        # A page: its arrays lie side by side in one piece of memory, or in a chunk of many pages.
+        size = sum(array.nbytes for array in thing.values())
+        kept = {id(array.base): array.base.nbytes for array in thing.values()}
+        assert sum(kept.values()) <= max(size + CACHE_LINE * (len(thing) + 1), CHUNK)
+        yield from thing.values()
     elif isinstance(thing, dict):
         for part in thing.values():
             yield from buffers(part)

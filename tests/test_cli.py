@@ -193,7 +193,7 @@ def test_eval_says_where_keys_are_not_equalized(run, file, tmp_path):
         (("eval", "--codec"), "requires an argument"),
         (("eval", "--sinks", "-1"), "-1 is not in the range"),
         (("eval", "--recent", "many"), "'many' is not a valid integer"),
-        (("eval", "--codec", "int5"), "codec must be fp16, one of int8"),
+        (("eval", "--codec", "int5"), "codec must be fp16, fp32, bf16, one of int8"),
         (("eval", "--codec", "int8", "--recent", "5000"), "no query sees a packed token"),
         (("eval", "--codec", "int8", "--json", "/nowhere/rows.json"), "/nowhere is no folder"),
         (("info", "--json", "/nowhere/info.json"), "/nowhere is no folder"),
@@ -257,7 +257,7 @@ def test_a_backend_that_is_not_there_is_one_line(fails, monkeypatch):
     def fail():
         raise RuntimeError("backend 'fast' was asked for, but is not there.")
 
-    monkeypatch.setattr("kvcodec.cli.get_config", fail)
+    monkeypatch.setattr("kvcodec.cli_output.get_config", fail)
     assert "backend 'fast' was asked for" in fails("info")
 
 

@@ -266,7 +266,7 @@ class TestNames:
     @pytest.mark.parametrize(
         ("name", "message"),
         [
-            ("int5", "codec must be fp16, one of int8"),
+            ("int5", "codec must be fp16, fp32, bf16, one of int8"),
             ("", "codec must be"),
             ("lm4/", "codec must be"),
             ("lm4/lm2/lm2", "codec must be"),

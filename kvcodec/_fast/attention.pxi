@@ -40,6 +40,8 @@ cdef struct Task:
     Py_ssize_t q_len
     bint normalized            # whether the queries are without their powers of two
     Py_ssize_t prepared        # the packed segment that they are prepared for, or -1
+    int64_t all_from           # tokens of the segment that every row sees
+    int64_t all_to
     int used                   # a bit for each accumulator that something was added to
 
 
@@ -59,27 +61,33 @@ cdef inline void clear_sums(Sums *sums, Py_ssize_t rows, Py_ssize_t n,
     memset(sums.values, 0, accumulators * rows * n * sizeof(float))
 
 
-cdef inline float whole_row(const Plan *plan, Py_ssize_t row, float before,
+cdef inline void whole_rows(const Plan *plan, Py_ssize_t row, Py_ssize_t rows,
                             Work *work) noexcept nogil:
-    """Probabilities of a row that sees all of a tile; returns the running maximum."""
+    """Probabilities of rows that see all of a tile."""
     cdef float *s = work.scores + row * TILE
+    cdef float *largest = work.part.largest + row
     cdef float *lanes = work.part.lanes + row * 16
-    cdef float factor = work.factor[row]
-    if not work.in_sums:
-        return probabilities_of_products(s, factor, SATURATION, before, lanes)
-    if plan.center:
-        return probabilities_of_centered_sums(
-            work.sums + row * TILE, work.scale, work.rounded_scale[row], work.center[row], factor,
-            SATURATION, before, lanes, s)
-    return probabilities_of_plain_sums(work.sums + row * TILE, work.scale, work.rounded_scale[row],
-                                       factor, SATURATION, before, lanes, s)
+    cdef Py_ssize_t i
+    if work.in_sums:
+        probabilities_of_sums(
+            work.sums + row * TILE, work.scale, work.rounded_scale + row,
+            work.center + row if plan.center else NULL, work.factor + row, SATURATION, rows,
+            largest, lanes, s, work.ratio + row)
+        return
+    for i in range(rows):
+        work.ratio[row + i] = probabilities_of_products(
+            s + i * TILE, work.factor[row + i], SATURATION, largest + i, lanes + i * 16)
 
 
-cdef inline float masked_row(const Plan *plan, Py_ssize_t row, Py_ssize_t low, Py_ssize_t high,
-                             float softcap, float before, Work *work) noexcept nogil:
+cdef inline void masked_row(const Plan *plan, Py_ssize_t row, Py_ssize_t low, Py_ssize_t high,
+                            float softcap, Work *work) noexcept nogil:
     """Probabilities of a row that sees the tokens low <= t < high of a tile; the others get 0."""
     cdef float *s = work.scores + row * TILE
     cdef Py_ssize_t t
+    work.ratio[row] = 1
+    if low >= high:
+        memset(s, 0, TILE * sizeof(float))
+        return
     if work.in_sums:
         products_of_row(plan, row, work)
     finish_scores(s, work.factor[row], SATURATION)
@@ -89,26 +97,35 @@ cdef inline float masked_row(const Plan *plan, Py_ssize_t row, Py_ssize_t low, P
         s[t] = -INFINITY
     for t in range(high, TILE):
         s[t] = -INFINITY
-    return probabilities_of_scores(s, before, work.part.lanes + row * 16)
+    work.ratio[row] = probabilities_of_scores(s, work.part.largest + row,
+                                              work.part.lanes + row * 16)
 
 
-cdef inline void softmax_row(const Plan *plan, Py_ssize_t row, Py_ssize_t low, Py_ssize_t high,
-                             float softcap, Work *work) noexcept nogil:
-    """Turn the products of a row into probabilities relative to the running maximum.
+cdef inline void softmax_rows(const Unit *unit, Py_ssize_t first, Py_ssize_t tokens,
+                              const Task *task, const int64_t *start, const int64_t *stop,
+                              const Options *options, Work *work) noexcept nogil:
+    """Turn the products of a tile into probabilities relative to the running maxima.
 
-    Where the maximum grows, what was summed so far is scaled down.
+    Where a maximum is raised, what was summed so far is scaled down.
     """
-    cdef float before = work.part.largest[row], largest
-    if low >= high:
-        memset(work.scores + row * TILE, 0, TILE * sizeof(float))
-        return
-    if low == 0 and high == TILE and softcap == 0:
-        largest = whole_row(plan, row, before, work)
+    cdef const Plan *plan = unit.keys.plan
+    cdef int64_t number = unit.number + first
+    cdef Py_ssize_t row, i, low, high
+    cdef bint whole = options.softcap == 0 and tokens == TILE
+    if whole and task.all_from <= number and number + TILE <= task.all_to:
+        whole_rows(plan, 0, task.rows, work)
     else:
-        largest = masked_row(plan, row, low, high, softcap, before, work)
-    if largest > before:
-        scale_row(work.part.values + row * work.n, work.n, exp_nonpositive(before - largest))
-        work.part.largest[row] = largest
+        for row in range(task.rows):
+            i = row % task.positions
+            low = max(start[i] - number, <int64_t> 0)
+            high = min(stop[i] - number, <int64_t> tokens)
+            if whole and low == 0 and high == TILE:
+                whole_rows(plan, row, 1, work)
+            else:
+                masked_row(plan, row, low, high, options.softcap, work)
+    for row in range(task.rows):
+        if work.ratio[row] != 1:
+            scale_row(work.part.values + row * work.n, work.n, work.ratio[row])
 
 
 cdef inline Py_ssize_t query_index(const Task *task, Py_ssize_t row) noexcept nogil:
@@ -155,7 +172,7 @@ cdef inline void attend_unit(const Unit *unit, const Unit *next_unit, const Task
                              int64_t seen_high, const Options *options,
                              Work *work) noexcept nogil:
     """Run the prepared rows of a task over the tiles of a unit that any of them sees."""
-    cdef Py_ssize_t row, i, tile, first, tokens, low, high
+    cdef Py_ssize_t tile, first, tokens
     seen_low = max(seen_low - unit.number, <int64_t> 0)
     seen_high = min(seen_high - unit.number, unit.tokens)
     if seen_low >= seen_high:
@@ -167,11 +184,7 @@ cdef inline void attend_unit(const Unit *unit, const Unit *next_unit, const Task
         work.high = min(seen_high - first, <int64_t> tokens)
         look_ahead(unit, next_unit, tile, work)
         multiply_tile(unit.keys, unit.head, first, tokens, task.rows, options, work)
-        for row in range(task.rows):
-            i = row % task.positions
-            low = max(start[i] - unit.number - first, <int64_t> 0)
-            high = min(stop[i] - unit.number - first, <int64_t> tokens)
-            softmax_row(unit.keys.plan, row, low, high, options.softcap, work)
+        softmax_rows(unit, first, tokens, task, start, stop, options, work)
         add_values(unit.values, unit.head, first, tokens, task.rows, options.probability_bits,
                    work.part.values, work)
 
@@ -185,7 +198,10 @@ cdef inline bint attend_span(const float *q, const Part *parts, const Span *span
     cdef int64_t low = INT64_MAX, high = 0
     cdef Py_ssize_t row, i, index
     cdef Unit unit, next_unit
+    task.all_from, task.all_to = 0, INT64_MAX
     for i in range(task.positions):
+        task.all_from = max(task.all_from, start[i])
+        task.all_to = min(task.all_to, stop[i])
         if start[i] < stop[i]:
             low = min(low, start[i])
             high = max(high, stop[i])

@@ -58,15 +58,15 @@ cdef extern from "softmax.h" nogil:
                           bint centered, float *s)
     void finish_scores(float *s, float factor, float limit)
     void cap_scores(float *s, float cap)
-    float probabilities_of_scores(float *s, float largest, float *lanes)
-    float probabilities_of_products(float *s, float factor, float limit, float largest,
+    float probabilities_of_scores(float *s, float *largest, float *lanes)
+    float probabilities_of_products(float *s, float factor, float limit, float *largest,
                                     float *lanes)
-    float probabilities_of_plain_sums(const int32_t *sums, const float *scale, float query_scale,
-                                      float factor, float limit, float largest, float *lanes,
-                                      float *p)
-    float probabilities_of_centered_sums(const int32_t *sums, const float *scale,
-                                         float query_scale, float center, float factor,
-                                         float limit, float largest, float *lanes, float *p)
+    void probabilities_of_sums(const int32_t *sums, const float *scale, const float *query_scale,
+                               const float *center, const float *factor, float limit,
+                               Py_ssize_t rows, float *largest, float *lanes, float *p,
+                               float *ratio)
+    void center_dots(const int16_t *q, Py_ssize_t stride, Py_ssize_t rows, const int8_t *center,
+                     Py_ssize_t n, int32_t *out)
     float one_digit(const float *p, const float *scale, int bits, float least, int8_t *low,
                     int32_t *low_sum)
     float two_digits(const float *p, const float *scale, int bits, float least, int8_t *high,

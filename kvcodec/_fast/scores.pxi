@@ -46,6 +46,8 @@ cdef struct Work:
     float *scale               # (TILE): of the tokens of a tile, the sign telling what is centered
     float *scores              # (rows, TILE): products, then probabilities
     float *center              # (rows): products with the center of the tile
+    int32_t *center_sum        # (rows): the same as integers
+    float *ratio               # (rows): what the sums so far are to be multiplied with
     bint in_sums               # whether the products are to be taken from the sums
     int32_t *sums              # (2 * rows, TILE): of a tile
     float *weights             # (TILE)
@@ -96,6 +98,8 @@ cdef Py_ssize_t carve(char *base, Work *work, Py_ssize_t rows, Py_ssize_t n,
     work.scale = <float *> take(base, &at, TILE * 4)
     work.scores = <float *> take(base, &at, rows * TILE * 4)
     work.center = <float *> take(base, &at, rows * 4)
+    work.center_sum = <int32_t *> take(base, &at, rows * 4)
+    work.ratio = <float *> take(base, &at, rows * 4)
     work.sums = <int32_t *> take(base, &at, 2 * rows * TILE * 4)
     work.weights = <float *> take(base, &at, TILE * 4)
     work.digits = <int8_t *> take(base, &at, 2 * rows * TILE)
@@ -259,27 +263,21 @@ cdef inline const float *floats_at(const Side *side, Py_ssize_t head, Py_ssize_t
     return work.tokens
 
 
-cdef inline int32_t center_dot(const int16_t *q, const int8_t *center,
-                               Py_ssize_t n) noexcept nogil:
-    cdef int32_t total = 0
-    cdef Py_ssize_t c
-    for c in range(n):
-        total = total + <int32_t> q[c] * center[c]
-    return total
-
-
-cdef inline float center_product(const Side *keys, Py_ssize_t block, Py_ssize_t row,
+cdef inline void multiply_center(const Side *keys, Py_ssize_t block, Py_ssize_t rows,
                                  const Options *options, Work *work) noexcept nogil:
-    """q . c of a block."""
-    cdef Py_ssize_t n = keys.n, c
+    """work.center = q . c of a block, for all rows."""
+    cdef Py_ssize_t n = keys.n, row, c
     cdef const int8_t *center = keys.center_levels + block * n
     cdef float scale = load_scale(keys.center_scale, block, keys.plan.bfloat16)
     if options.integer_query:
-        return (center_dot(work.center_query + row * work.n, center, n) * scale
-                * work.center_query_scale[row])
+        center_dots(work.center_query, work.n, rows, center, n, work.center_sum)
+        for row in range(rows):
+            work.center[row] = work.center_sum[row] * scale * work.center_query_scale[row]
+        return
     for c in range(n):
         work.row[c] = center[c]
-    return dot_16(work.query + row * work.n, work.row, n) * scale
+    for row in range(rows):
+        work.center[row] = dot_16(work.query + row * work.n, work.row, n) * scale
 
 
 cdef inline void add_where_centered(float *s, const float *scale, float product,
@@ -296,16 +294,16 @@ cdef inline void add_centers(const Side *keys, Py_ssize_t head, Py_ssize_t first
     """Add q . c to the products with tokens that are centered."""
     cdef const Plan *plan = keys.plan
     cdef Py_ssize_t t = 0, stop, block, row
-    cdef float product
     while t < tokens:
         block = (first + t) // plan.block
         stop = min((block + 1) * plan.block - first, tokens)
+        multiply_center(keys, head * keys.blocks + block, rows, options, work)
         for row in range(rows):
-            product = center_product(keys, head * keys.blocks + block, row, options, work)
             if stop - t == TILE:  # the compiler unrolls a loop of known length
-                add_where_centered(work.scores + row * TILE, work.scale, product, TILE)
+                add_where_centered(work.scores + row * TILE, work.scale, work.center[row], TILE)
             else:
-                add_where_centered(work.scores + row * TILE + t, work.scale + t, product, stop - t)
+                add_where_centered(work.scores + row * TILE + t, work.scale + t, work.center[row],
+                                   stop - t)
         t = stop
 
 
@@ -331,12 +329,11 @@ cdef inline void products_per_token(const Side *keys, const uint8_t *tile, Py_ss
               plan.table, work.rounded, work.depth, work.rounded_sum, False, rows, work.sums, TILE,
               work.keys_ahead)
     work.in_sums = one_center or not plan.center
-    for row in range(rows):
-        if one_center:
-            work.center[row] = center_product(keys, block, row, options, work)
-        elif plan.center:
+    if one_center:
+        multiply_center(keys, block, rows, options, work)
+    elif plan.center:
+        for row in range(rows):
             products_of_row(plan, row, work)
-    if not work.in_sums:
         add_centers(keys, head, first, tokens, rows, options, work)
 
 

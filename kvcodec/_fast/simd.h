@@ -566,11 +566,11 @@ INLINE vfloat exp_slope(vfloat r)
     return fma_lanes(p, r, every(1.0f));
 }
 
-/* exp(x) for x <= 0, the same bits on every processor; 0 below -87. */
+/* exp(x) for x <= 88, the same bits on every processor; 0 below -87. */
 INLINE vfloat exp_lanes(vfloat x)
 {
     vfloat r;
-    const vfloat power = reduce_ln2(LARGEST(x, every(-87.0f)), &r);
+    const vfloat power = reduce_ln2(x, &r);
     const vfloat y = fma_lanes(exp_slope(r), r, every(1.0f)) * power;
     return (vfloat)((vint)y & (x >= every(-87.0f)));
 }

@@ -1,9 +1,11 @@
-/* What happens to one row of a tile of 64 tokens between the two integer products: sums become
-   scores, scores probabilities relative to the running maximum, probabilities integer weights.
+/* What happens to the rows of a tile of 64 tokens between the two integer products: sums become
+   scores, scores probabilities relative to a running maximum, probabilities integer weights.
 
-   Each of the three steps goes once over the 64 numbers, which a few registers hold, with one sum
-   or maximum across lanes; rows do not depend on each other, so that the processor overlaps one
-   row's reductions with the next one's arithmetic. */
+   Each of the three steps goes once over the 64 numbers of a row, which a few registers hold, with
+   one sum or maximum across lanes; rows do not depend on each other, so that the processor overlaps
+   one row's reductions with the next one's arithmetic. The running maximum follows the scores only
+   where it falls behind by more than SLACK: whatever it is cancels in the end, and a maximum that
+   is seldom raised costs no mispredicted branch and no scaling of what was summed. */
 
 #ifndef KVCODEC_SOFTMAX_H
 #define KVCODEC_SOFTMAX_H
@@ -12,6 +14,9 @@
 
 /* A tile is 64 floats of one row: scores, then probabilities. */
 enum { TILE_VECTORS = 64 / LANES };
+
+/* Probabilities stay below exp(8), about 3,000. */
+#define SLACK 8.0f
 
 INLINE float largest_lane(vfloat v)
 {
@@ -45,17 +50,28 @@ INLINE void add_tile(const vfloat *x, vfloat *sums)
         sums[i] += (x[i] + x[i + SUMS]) + (x[i + 2 * SUMS] + x[i + 3 * SUMS]);
 }
 
+INLINE vfloat magnitude(vfloat x) { return (vfloat)((vint)x & 0x7fffffff); }
+
+/* x + center where the scale has no sign. */
+INLINE vfloat add_center(vfloat x, vfloat signed_scale, float center)
+{
+#if LANES == 16
+    const __mmask16 centered = ~_mm512_movepi32_mask((__m512i)signed_scale);
+    return (vfloat)_mm512_mask_add_ps((__m512)x, centered, (__m512)x, _mm512_set1_ps(center));
+#else
+    const vint plain = (vint)signed_scale < 0;
+    return (vfloat)((plain & (vint)x) | (~plain & (vint)(x + center)));
+#endif
+}
+
 /* sums * |scale| * query_scale, plus `center` where the scale has no sign. */
-INLINE vfloat product_of(const int32_t *sums, const float *scale, float query_scale, float center,
+INLINE vfloat product_of(const int32_t *sums, vfloat signed_scale, float query_scale, float center,
                          const int centered)
 {
-    const vfloat signed_scale = load(scale);
     vint sum;
     memcpy(&sum, sums, sizeof sum);
-    const vfloat x = __builtin_convertvector(sum, vfloat)
-                   * (vfloat)((vint)signed_scale & 0x7fffffff) * query_scale;
-    const vint plain = (vint)signed_scale < 0;
-    return centered ? (vfloat)((plain & (vint)x) | (~plain & (vint)(x + center))) : x;
+    const vfloat x = __builtin_convertvector(sum, vfloat) * magnitude(signed_scale) * query_scale;
+    return centered ? add_center(x, signed_scale, center) : x;
 }
 
 /* A score from a product: times a factor, and not beyond `limit` in magnitude. */
@@ -69,8 +85,9 @@ static inline void products_of_sums(const int32_t *sums, const float *scale, flo
 {
     for (int i = 0; i < TILE_VECTORS; i++) {
         const int at = i * LANES;
-        store(s + at, centered ? product_of(sums + at, scale + at, query_scale, center, 1)
-                               : product_of(sums + at, scale + at, query_scale, 0, 0));
+        const vfloat signed_scale = load(scale + at);
+        store(s + at, centered ? product_of(sums + at, signed_scale, query_scale, center, 1)
+                               : product_of(sums + at, signed_scale, query_scale, 0, 0));
     }
 }
 
@@ -92,31 +109,32 @@ static inline void finish_scores(float *s, float factor, float limit)
         store(s + i * LANES, score_of(load(s + i * LANES), factor, limit));
 }
 
-/* Scores to probabilities p relative to the larger of their maximum and `largest`, which is
-   returned; adds them to 16 sums, after scaling these. The maximum is only looked for where some
-   score is larger. */
-INLINE float probabilities_of(vfloat *x, float largest, float *lanes, float *p)
+/* Scores to probabilities p relative to the running maximum `largest`; adds them to 16 sums. Where
+   the maximum is raised, the sums are scaled; returns the factor, 1 where it is not. */
+INLINE float probabilities_of(vfloat *x, float *largest, float *lanes, float *p)
 {
     vfloat top = x[0], sums[SUMS];
+    float ratio = 1;
     memcpy(sums, lanes, sizeof sums);
     for (int i = 1; i < TILE_VECTORS; i++)
         top = LARGEST(top, x[i]);
-    if (any_above(top, largest)) {
-        const float highest = largest_lane(top), ratio = exp_nonpositive(largest - highest);
+    if (__builtin_expect(any_above(top, *largest + SLACK), 0)) {
+        const float highest = largest_lane(top);
+        ratio = exp_nonpositive(*largest - highest);
         for (int i = 0; i < SUMS; i++)
             sums[i] *= ratio;
-        largest = highest;
+        *largest = highest;
     }
     for (int i = 0; i < TILE_VECTORS; i++) {
-        x[i] = exp_lanes(x[i] - largest);
+        x[i] = exp_lanes(x[i] - *largest);
         store(p + i * LANES, x[i]);
     }
     add_tile(x, sums);
     memcpy(lanes, sums, sizeof sums);
-    return largest;
+    return ratio;
 }
 
-static float probabilities_of_scores(float *s, float largest, float *lanes)
+static float probabilities_of_scores(float *s, float *largest, float *lanes)
 {
     vfloat x[TILE_VECTORS];
     for (int i = 0; i < TILE_VECTORS; i++)
@@ -124,7 +142,7 @@ static float probabilities_of_scores(float *s, float largest, float *lanes)
     return probabilities_of(x, largest, lanes, s);
 }
 
-static float probabilities_of_products(float *s, float factor, float limit, float largest,
+static float probabilities_of_products(float *s, float factor, float limit, float *largest,
                                        float *lanes)
 {
     vfloat x[TILE_VECTORS];
@@ -133,30 +151,69 @@ static float probabilities_of_products(float *s, float factor, float limit, floa
     return probabilities_of(x, largest, lanes, s);
 }
 
-INLINE float probabilities_of_sums(const int32_t *sums, const float *scale, float query_scale,
-                                   float center, const int centered, float factor, float limit,
-                                   float largest, float *lanes, float *p)
+INLINE void probabilities_of_rows(const int32_t *sums, const float *scale, const float *query_scale,
+                                  const float *center, const int centered, const float *factor,
+                                  float limit, Py_ssize_t rows, float *largest, float *lanes,
+                                  float *p, float *ratio)
 {
-    vfloat x[TILE_VECTORS];
+    vfloat x[TILE_VECTORS], signed_scale[TILE_VECTORS];
     for (int i = 0; i < TILE_VECTORS; i++)
-        x[i] = score_of(product_of(sums + i * LANES, scale + i * LANES, query_scale, center,
-                                   centered), factor, limit);
-    return probabilities_of(x, largest, lanes, p);
+        signed_scale[i] = load(scale + i * LANES);
+    for (Py_ssize_t r = 0; r < rows; r++) {
+        for (int i = 0; i < TILE_VECTORS; i++)
+            x[i] = score_of(product_of(sums + r * 64 + i * LANES, signed_scale[i], query_scale[r],
+                                       centered ? center[r] : 0, centered), factor[r], limit);
+        ratio[r] = probabilities_of(x, largest + r, lanes + r * 16, p + r * 64);
+    }
 }
 
-static float probabilities_of_centered_sums(const int32_t *sums, const float *scale,
-                                            float query_scale, float center, float factor,
-                                            float limit, float largest, float *lanes, float *p)
+/* The same from integer sums, for all rows (64 apart) of a tile; centers may be NULL. */
+static void probabilities_of_sums(const int32_t *sums, const float *scale, const float *query_scale,
+                                  const float *center, const float *factor, float limit,
+                                  Py_ssize_t rows, float *largest, float *lanes, float *p,
+                                  float *ratio)
 {
-    return probabilities_of_sums(sums, scale, query_scale, center, 1, factor, limit, largest,
-                                 lanes, p);
+    if (center)
+        probabilities_of_rows(sums, scale, query_scale, center, 1, factor, limit, rows, largest,
+                              lanes, p, ratio);
+    else
+        probabilities_of_rows(sums, scale, query_scale, NULL, 0, factor, limit, rows, largest,
+                              lanes, p, ratio);
 }
 
-static float probabilities_of_plain_sums(const int32_t *sums, const float *scale,
-                                         float query_scale, float factor, float limit,
-                                         float largest, float *lanes, float *p)
+/* Products of rows of 15-bit queries with a center in int8. */
+static void center_dots(const int16_t *q, Py_ssize_t stride, Py_ssize_t rows, const int8_t *center,
+                        Py_ssize_t n, int32_t *out)
 {
-    return probabilities_of_sums(sums, scale, query_scale, 0, 0, factor, limit, largest, lanes, p);
+    Py_ssize_t r = 0;
+#if LANES == 16
+    for (; r + 4 <= rows; r += 4) {
+        __m512i sum[4] = {{0}};
+        for (Py_ssize_t c = 0; c < n; c += 32) {
+            const __mmask32 there = n - c >= 32 ? ~(__mmask32)0 : ((__mmask32)1 << (n - c)) - 1;
+            const __m512i x = _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(there, center + c));
+            for (int i = 0; i < 4; i++)
+                sum[i] = _mm512_dpwssd_epi32(
+                    sum[i], x, _mm512_maskz_loadu_epi16(there, q + (r + i) * stride + c));
+        }
+        const __m512i ab = _mm512_add_epi32(_mm512_unpacklo_epi32(sum[0], sum[1]),
+                                            _mm512_unpackhi_epi32(sum[0], sum[1]));
+        const __m512i cd = _mm512_add_epi32(_mm512_unpacklo_epi32(sum[2], sum[3]),
+                                            _mm512_unpackhi_epi32(sum[2], sum[3]));
+        const __m512i all = _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd),
+                                             _mm512_unpackhi_epi64(ab, cd));
+        const __m256i half = _mm256_add_epi32(_mm512_castsi512_si256(all),
+                                              _mm512_extracti64x4_epi64(all, 1));
+        _mm_storeu_si128((__m128i *)(out + r), _mm_add_epi32(_mm256_castsi256_si128(half),
+                                                             _mm256_extracti128_si256(half, 1)));
+    }
+#endif
+    for (; r < rows; r++) {
+        int32_t total = 0;
+        for (Py_ssize_t c = 0; c < n; c++)
+            total += (int32_t)q[r * stride + c] * center[c];
+        out[r] = total;
+    }
 }
 
 INLINE int32_t sum_of_ints(vint v)

@@ -1,11 +1,39 @@
-"""How much a codec costs in quality: on queries, keys and values, with the real attention path."""
+"""How much a codec costs in quality: on queries, keys and values, and on the text of a model."""
 
 from kvcodec.evaluation.attention_quality import (
     AttentionQuality,
     check_pair,
     evaluate_attention,
 )
-from kvcodec.evaluation.codecs import DEFAULT_NAMES, VARIANTS, CodecPair, codec_pair
+from kvcodec.evaluation.cluster import check_scheduler, measure_on_cluster
+from kvcodec.evaluation.codecs import (
+    DEFAULT_NAMES,
+    MODEL_NAMES,
+    NEEDLE_NAMES,
+    VARIANTS,
+    CodecPair,
+    codec_pair,
+)
+from kvcodec.evaluation.language_model import ChunkOptions, Predictions, evaluate_chunk
+from kvcodec.evaluation.measure import (
+    Unit,
+    check_model_pair,
+    chunk_units,
+    divergence_rows,
+    measure,
+    needle_rows,
+    needle_units,
+)
+from kvcodec.evaluation.model_quality import ModelQuality, summarize
+from kvcodec.evaluation.model_report import draw_model_plot, make_model_table, make_needle_table
+from kvcodec.evaluation.models import LanguageModel, cut_chunks, load_language_model, read_text
+from kvcodec.evaluation.needle import (
+    NeedleQuality,
+    Probes,
+    make_probes,
+    run_probes,
+    wilson_interval,
+)
 from kvcodec.evaluation.report import (
     check_plot,
     check_writable,
@@ -15,24 +43,55 @@ from kvcodec.evaluation.report import (
     to_json,
     write_file,
 )
+from kvcodec.evaluation.store import Store, file_digest
 from kvcodec.evaluation.tensors import Tensors, load_tensors, sample_tensors
 
 __all__ = [
     "DEFAULT_NAMES",
+    "MODEL_NAMES",
+    "NEEDLE_NAMES",
     "VARIANTS",
     "AttentionQuality",
+    "ChunkOptions",
     "CodecPair",
+    "LanguageModel",
+    "ModelQuality",
+    "NeedleQuality",
+    "Predictions",
+    "Probes",
+    "Store",
     "Tensors",
+    "Unit",
+    "check_model_pair",
     "check_pair",
     "check_plot",
+    "check_scheduler",
     "check_writable",
+    "chunk_units",
     "codec_pair",
+    "cut_chunks",
+    "divergence_rows",
+    "draw_model_plot",
     "draw_plot",
     "evaluate_attention",
+    "evaluate_chunk",
+    "file_digest",
+    "load_language_model",
     "load_tensors",
+    "make_model_table",
+    "make_needle_table",
+    "make_probes",
     "make_table",
+    "measure",
+    "measure_on_cluster",
+    "needle_rows",
+    "needle_units",
     "print_table",
+    "read_text",
+    "run_probes",
     "sample_tensors",
+    "summarize",
     "to_json",
+    "wilson_interval",
     "write_file",
 ]

@@ -96,6 +96,8 @@ def check_pair(pair: CodecPair, tensors: Tensors, sinks: int, recent: int) -> No
     >>> from kvcodec.evaluation import check_pair, codec_pair, sample_tensors
     >>> check_pair(codec_pair("int4"), sample_tensors(), sinks=4, recent=32)
     """
+    if pair.exact_dtype is not None:
+        raise ValueError(f"{pair.name} is a number type of a model's cache; for tensors take fp16.")
     pair.check_head_dims(tensors.k.shape[-1], tensors.v.shape[-1])
     first = sinks + recent + pair.block - 1
     last = int(tensors.positions.max(initial=-1))

@@ -12,11 +12,14 @@ from typing import Any
 
 from kvcodec.codec import PRESETS, Codec, codec
 
-__all__ = ["DEFAULT_NAMES", "VARIANTS", "CodecPair", "codec_pair"]
+__all__ = ["DEFAULT_NAMES", "MODEL_NAMES", "NEEDLE_NAMES", "VARIANTS", "CodecPair", "codec_pair"]
 
 HALF_PRECISION = "fp16"
+EXACT: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16"}
+"""Number types in which a cache keeps tokens without a codec, by name."""
 
 VARIANTS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
+    "hadamard": ({"rotation": "hadamard"}, {}),
     "unrotated": ({"rotation": "none"}, {"center": False, "equalize": False}),
     "plain": ({}, {"center": False, "equalize": False}),
     "centered": ({}, {"center": True, "equalize": False}),
@@ -54,6 +57,12 @@ DEFAULT_NAMES: tuple[str, ...] = (
 )
 """The names that are compared where none is chosen."""
 
+MODEL_NAMES: tuple[str, ...] = (*EXACT, "int8", "int8 hadamard", *DEFAULT_NAMES[2:])
+"""The names that are compared on a model where none is chosen."""
+
+NEEDLE_NAMES: tuple[str, ...] = ("fp32", "int8", "int4", "lm4/lm2")
+"""The names that are compared by retrieval where none is chosen."""
+
 
 @dataclass(frozen=True)
 class CodecPair:
@@ -64,12 +73,15 @@ class CodecPair:
     name : str
         The name in a table.
     key, value : Codec or None
-        The codec of each side; None in both is float16 without a codec.
+        The codec of each side; None in both is a number type without a codec.
+    exact_dtype : {"float32", "bfloat16"} or None
+        The number type, if it is one that a cache keeps tokens in.
     """
 
     name: str
     key: Codec | None
     value: Codec | None
+    exact_dtype: str | None = None
 
     @property
     def block(self) -> int:
@@ -121,21 +133,24 @@ class CodecPair:
         3.25
         """
         if self.key is None or self.value is None:
-            return 16.0
+            return 32.0 if self.exact_dtype == "float32" else 16.0
         key_bits = self.key.bits_per_value(key_dim, "key") * key_dim
         value_bits = self.value.bits_per_value(value_dim, "value") * value_dim
         return (key_bits + value_bits) / (key_dim + value_dim)
 
 
-def codec_pair(name: str) -> CodecPair:
+def codec_pair(name: str, block: int | None = None) -> CodecPair:
     """The codecs that a name stands for.
 
     Parameters
     ----------
     name : str
-        ``fp16``; or a preset, or two of keys and values such as ``lm4/lm2``, and optionally a word
-        that says what is different: ``unrotated`` (nor centered nor equalized), ``plain`` (neither
-        centered nor equalized), ``centered`` (but not equalized), ``g128`` (groups of 128).
+        ``fp16``, ``fp32``, ``bf16``; or a preset, or two of keys and values such as ``lm4/lm2``,
+        and optionally a word that says what is different: ``hadamard`` (this rotation),
+        ``unrotated`` (nor centered nor equalized), ``plain`` (neither centered nor equalized),
+        ``centered`` (but not equalized), ``g128`` (groups of 128).
+    block : int, optional
+        Tokens that are packed at a time, by default those of the codec.
 
     Returns
     -------
@@ -154,26 +169,29 @@ def codec_pair(name: str) -> CodecPair:
     codec('int4', rotation='none', side='key', center=False, equalize=False)
     """
     presets, _, variant = " ".join(name.split()).partition(" ")
-    if presets == HALF_PRECISION and not variant:
-        return CodecPair(HALF_PRECISION, None, None)
+    if presets in (HALF_PRECISION, *EXACT) and not variant:
+        return CodecPair(presets, None, None, EXACT.get(presets))
     sides = presets.split("/")
     if len(sides) > 2 or not set(sides) <= set(PRESETS) or variant not in ("", *VARIANTS):
         raise ValueError(
-            f"codec must be {HALF_PRECISION}, one of {', '.join(PRESETS)}, or two of them as "
-            f"lm4/lm2, and may end in {', '.join(VARIANTS)}, but {name!r} was given."
+            f"codec must be {', '.join((HALF_PRECISION, *EXACT))}, one of {', '.join(PRESETS)}, "
+            f"or two of them as lm4/lm2, and may end in {', '.join(VARIANTS)}, but {name!r} was "
+            "given."
         )
     try:
-        key, value = _sides(sides, variant)
+        key, value = _sides(sides, variant, block)
     except ValueError as error:
         raise ValueError(f"codec {name!r} is not possible: {error}") from None
-    if variant and _settled(key, value) == _settled(*_sides(sides, "")):
+    if variant and _settled(key, value) == _settled(*_sides(sides, "", block)):
         raise ValueError(f"codec {name!r} is the same as {presets!r}: leave out {variant!r}.")
     return CodecPair(f"{presets} {variant}".strip(), key, value)
 
 
-def _sides(presets: list[str], variant: str) -> tuple[Codec, Codec]:
+def _sides(presets: list[str], variant: str, block: int | None) -> tuple[Codec, Codec]:
     """The codecs of keys and values of one or two presets, changed as the variant says."""
     shared, of_keys = VARIANTS[variant] if variant else ({}, {})
+    if block is not None:
+        shared = {**shared, "block": block}
     key = codec(presets[0], side="key", **shared, **of_keys)
     return key, codec(presets[-1], side="value", **shared)
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvcodec.evaluation.attention_quality import AttentionQuality
 from kvcodec.evaluation.tensors import Tensors
@@ -33,7 +33,7 @@ __all__ = [
 
 PLOT_FORMATS = ("pdf", "png", "svg")
 LABEL_SIZE = 7
-BIT_TICKS = (2, 3, 4, 5, 6, 8, 10, 12, 16)
+BIT_TICKS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 32)
 
 COLUMNS = (
     ("bits a\nvalue", "bits_per_value", ".2f"),
@@ -74,21 +74,35 @@ def make_table(rows: Sequence[AttentionQuality], tensors: Tensors) -> Table:
     >>> make_table(evaluate_attention(tensors, [codec_pair("fp16")]), tensors).row_count
     1
     """
-    from rich.table import Table
-    from rich.text import Text
-
     layers, kv_heads, tokens, _ = tensors.k.shape
     title = (
         f"{tensors.source}: {layers} layers, {kv_heads} KV heads, {tokens} tokens; "
         f"sinks {rows[0].sinks}, recent {rows[0].recent}"
     )
-    table = Table(title=Text(title), caption=Text(CAPTION), caption_justify="left")
+    return table_of(rows, COLUMNS, title, CAPTION)
+
+
+def table_of(
+    rows: Sequence[Any], columns: Sequence[tuple[str, str, str]], title: str, caption: str
+) -> Table:
+    """A table of named rows; a column is a heading, an attribute and how it is written.
+
+    What is None or no number is left blank.
+    """
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(title), caption=Text(caption), caption_justify="left")
     table.add_column("codec", no_wrap=True)
-    for heading, _, _ in COLUMNS:
+    for heading, _, _ in columns:
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
-        table.add_row(row.name, *(format(getattr(row, name), form) for _, name, form in COLUMNS))
+        table.add_row(row.name, *(_cell(getattr(row, name), form) for _, name, form in columns))
     return table
+
+
+def _cell(value: float | None, form: str) -> str:
+    return "" if value is None or math.isnan(value) else format(value, form)
 
 
 def print_table(table: Table) -> None:
@@ -115,18 +129,18 @@ def print_table(table: Table) -> None:
     console.print(table)
 
 
-def to_json(rows: Sequence[AttentionQuality]) -> str:
+def to_json(rows: Sequence[Any]) -> str:
     """The rows as a JSON list of objects; numbers that are not finite become null.
 
     Parameters
     ----------
-    rows : sequence of AttentionQuality
+    rows : sequence of AttentionQuality, ModelQuality or NeedleQuality
         What was measured.
 
     Returns
     -------
     str
-        With the attributes of `AttentionQuality` as keys.
+        With the attributes of a row as keys.
 
     Examples
     --------
@@ -208,18 +222,36 @@ def draw_plot(
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     draw_plot(rows, tensors, os.path.join(folder, "quality.svg"))
     """
+    title = f"{tensors.source}: sinks {rows[0].sinks}, recent {rows[0].recent}"
+    panels = (
+        (
+            "relative error of the output",
+            [row.output_relative_error for row in rows],
+            None,
+        ),
+        ("mean KL of the attention distribution (nats)", [row.mean_kl for row in rows], None),
+    )
+    draw_panels(rows, panels, title, path)
+
+
+Panel = tuple[str, Sequence[float], Sequence[float] | None]
+"""A label, what is drawn of each row, and its standard errors."""
+
+
+def draw_panels(
+    rows: Sequence[Any], panels: Sequence[Panel], title: str, path: str | os.PathLike[str]
+) -> None:
+    """Draw panels side by side, each against `bits_per_value` of the rows."""
     check_plot(path)
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(14, 8))
     figure.subplots_adjust(left=0.06, right=0.98, bottom=0.08, top=0.92, wspace=0.15)
-    title = f"{tensors.source}: sinks {rows[0].sinks}, recent {rows[0].recent}"
     # A file's name may hold what fonts and mathematics cannot show.
     printable = title.encode("ascii", "replace").decode()
     figure.suptitle(printable, parse_math=False)
-    panels = figure.subplots(1, 2)
-    _draw_panel(panels[0], rows, "output_relative_error", "relative error of the output")
-    _draw_panel(panels[1], rows, "mean_kl", "mean KL of the attention distribution (nats)")
+    for axes, panel in zip(figure.subplots(1, len(panels)), panels, strict=True):
+        _draw_panel(axes, rows, panel)
     picture = BytesIO()
     figure.savefig(picture, format=_plot_format(path), dpi=150)
     write_file(path, picture.getvalue())
@@ -229,20 +261,28 @@ def _plot_format(path: str | os.PathLike[str]) -> str:
     return Path(path).suffix.removeprefix(".").lower()
 
 
-def _draw_panel(axes: Axes, rows: Sequence[AttentionQuality], name: str, label: str) -> None:
-    points = [(row.bits_per_value, getattr(row, name), row.name) for row in rows]
-    points = [point for point in points if point[1] > 0 and math.isfinite(point[1])]
+def _draw_panel(axes: Axes, rows: Sequence[Any], panel: Panel) -> None:
+    label, values, errors = panel
+    spreads = [0.0] * len(values) if errors is None else errors
+    points = [
+        (row.bits_per_value, value, spread, row.name)
+        for row, value, spread in zip(rows, values, spreads, strict=True)
+        if value > 0 and math.isfinite(value)
+    ]
     axes.set(xlabel="bits a value, all metadata counted", ylabel=label)
     axes.set(xscale="log", yscale="log")
     axes.set_xticks(BIT_TICKS, labels=[str(bits) for bits in BIT_TICKS])
-    axes.set_xlim(1.9, 22)
+    axes.set_xlim(1.9, 2 * max(11, *(row.bits_per_value for row in rows)))
     axes.minorticks_off()
     axes.grid(alpha=0.3)
-    for bits, error, text in points:
+    for bits, value, spread, text in points:
         marker = "s" if text.startswith("kivi") else "^" if text.startswith("lm") else "o"
         hollow = "none" if text.endswith(("plain", "unrotated")) else None
-        axes.plot(bits, error, marker, color="C0", markerfacecolor=hollow)
-    _label_points(axes, sorted(points, key=lambda point: -point[1]))
+        # The lower end of a bar that reaches zero has no place on a logarithmic axis.
+        bar = [[min(spread, 0.9 * value)], [spread]] if spread else None
+        axes.errorbar(bits, value, yerr=bar, fmt=marker, color="C0", markerfacecolor=hollow)
+    names = [(bits, value, text) for bits, value, _, text in points]
+    _label_points(axes, sorted(names, key=lambda point: -point[1]))
     if not points:
         axes.text(0.5, 0.5, "no error above zero", transform=axes.transAxes, ha="center")
 

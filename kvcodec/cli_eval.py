@@ -1,0 +1,424 @@
+"""The command ``kvcodec eval``: on queries, keys and values, or on a language model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+from kvcodec import __version__
+from kvcodec.cli_output import (
+    STANDARD_OUTPUT,
+    check_distinct,
+    check_environment,
+    check_files,
+    json_option,
+    progress_bar,
+    write_json,
+)
+
+if TYPE_CHECKING:
+    from kvcodec.evaluation import (
+        AttentionQuality,
+        CodecPair,
+        LanguageModel,
+        Store,
+        Tensors,
+        Unit,
+    )
+
+__all__ = ["evaluate"]
+
+DIVERGENCE, NEEDLE = "divergence", "needle"
+MOST_TOKENS = 2**24
+EVERYWHERE = {"names", "sinks", "recent", "json_file"}
+ON_MODELS = EVERYWHERE | {"model", "task", "text", "chunk", "block", "seed", "resume", "scheduler"}
+ALLOWED = {
+    "without --model": EVERYWHERE | {"tensors_file", "plot_file"},
+    f"with --task {DIVERGENCE}": ON_MODELS | {"tokens", "chunks", "last", "plot_file"},
+    f"with --task {NEEDLE}": ON_MODELS | {"lengths", "probes"},
+}
+
+
+def _lengths(_: click.Context, option: click.Parameter, given: str) -> tuple[int, ...]:
+    """Numbers with commas between them."""
+    words = given.split(",")
+    if not all(word.strip().isdecimal() and 0 < int(word) <= MOST_TOKENS for word in words):
+        raise click.BadParameter(
+            f"must be numbers from 1 to {MOST_TOKENS} with commas between them, but {given!r} was "
+            "given.",
+            param=option,
+        )
+    return tuple(dict.fromkeys(int(word) for word in words))
+
+
+@click.command("eval")
+@click.option(
+    "--tensors",
+    "tensors_file",
+    metavar="FILE",
+    help="An npz file with the arrays q (layers, q_heads, q_len, head_dim), k and v (layers, "
+    "kv_heads, tokens, head_dim) and optionally positions (q_len,), the token of each query. "
+    "By default the sample that is shipped.",
+)
+@click.option(
+    "--model",
+    metavar="PATH",
+    help="Measure on a language model instead: a folder of Transformers or a .gguf file (needs "
+    "the extra hf).",
+)
+@click.option(
+    "--task",
+    type=click.Choice([DIVERGENCE, NEEDLE]),
+    default=DIVERGENCE,
+    show_default=True,
+    help="With --model: how far predictions of a text are from those of a float32 run, or how "
+    "often a code that the context mentions once is found.",
+)
+@click.option(
+    "--codec",
+    "names",
+    metavar="NAME",
+    multiple=True,
+    help="What to measure: a preset (int4), presets of keys and values (lm4/lm2), either with a "
+    "word behind it (hadamard, unrotated, plain, centered, g128), fp16 (without --model), or fp32 "
+    "or bf16 (with --model). Can be repeated. By default a table of all kinds; with --task needle "
+    "fp32, int8, int4 and lm4/lm2.",
+)
+@click.option(
+    "--text",
+    metavar="FILE",
+    help="Text in UTF-8 to run the model on. By default the help topics that Python ships.",
+)
+@click.option(
+    "--tokens",
+    type=click.IntRange(1, MOST_TOKENS),
+    default=512,
+    show_default=True,
+    help="Tokens of a chunk of text.",
+)
+@click.option(
+    "--chunks",
+    type=click.IntRange(1),
+    default=4,
+    show_default=True,
+    help="Chunks of text, evenly spaced.",
+)
+@click.option(
+    "--last",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Count only the last N predictions of each chunk. By default all.",
+)
+@click.option(
+    "--lengths",
+    callback=_lengths,
+    default="512,1024",
+    show_default=True,
+    metavar="N,N",
+    help="Tokens of the contexts of --task needle.",
+)
+@click.option(
+    "--probes",
+    type=click.IntRange(1),
+    default=100,
+    show_default=True,
+    help="Contexts of each length of --task needle.",
+)
+@click.option(
+    "--chunk",
+    type=click.IntRange(1),
+    default=128,
+    show_default=True,
+    help="Tokens that the model is fed in one forward pass. 1 is as slow as generation.",
+)
+@click.option(
+    "--sinks",
+    type=click.IntRange(min=0),
+    default=4,
+    show_default=True,
+    help="Tokens at the beginning that stay exact.",
+)
+@click.option(
+    "--recent",
+    type=click.IntRange(min=0),
+    default=32,
+    show_default=True,
+    help="Newest tokens that stay exact.",
+)
+@click.option(
+    "--block",
+    type=click.IntRange(1),
+    metavar="N",
+    help="With --model: tokens that are packed at a time. By default those of the codec, 64.",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(0, 2**32 - 1),
+    default=0,
+    show_default=True,
+    help="With --model: decides the codes and depths of --task needle, and the chunks that are "
+    "drawn for standard errors.",
+)
+@click.option(
+    "--resume",
+    metavar="DIRECTORY",
+    help="With --model: keep what is finished in a directory, and go on from there.",
+)
+@click.option(
+    "--scheduler",
+    metavar="ADDRESS",
+    help="With --model: run on the workers of a Dask scheduler, or on local processes with local "
+    "or local:N (needs the extra cluster).",
+)
+@json_option
+@click.option(
+    "--plot",
+    "plot_file",
+    metavar="FILE",
+    help="Draw error and KL against bits a value, as .pdf, .png or .svg (needs matplotlib).",
+)
+@click.pass_context
+def evaluate(context: click.Context, /, **options: Any) -> None:
+    """Measure what codecs do to attention, or to the predictions of a language model.
+
+    Without --model, queries, keys and values of some layers go through causal attention with the
+    newest tokens and the first ones exact and whole blocks between them packed. Reported for each
+    codec: stored bits, error of the decoded keys and values, KL divergence of the attention
+    distribution, and error of the attention output.
+
+    With --model, the model runs on text with its cache packed, as in generation. Reported for each
+    codec: KL divergence of the predictions from those of a float32 run, how often the likeliest
+    token is the same, perplexity, and speed; or, with --task needle, how often a code is found.
+    """
+    from kvcodec import evaluation
+
+    check_environment()
+    _check_together(context, options)
+    json_file, plot_file = options["json_file"], options["plot_file"]
+    if plot_file is not None:
+        evaluation.check_plot(plot_file)
+    check_files(json_file, plot_file)
+    inputs = {name: options[name] for name in ("tensors_file", "text")}
+    check_distinct(**inputs, json_file=json_file, plot_file=plot_file)
+    if options["model"] is None:
+        rows, table, draw = _on_tensors(options)
+    elif options["task"] == NEEDLE:
+        rows, table, draw = _needle(options)
+    else:
+        rows, table, draw = _divergence(options)
+    if plot_file is not None:
+        draw(plot_file)
+    if json_file is not None:
+        write_json(evaluation.to_json(rows), json_file)
+    if json_file != STANDARD_OUTPUT:
+        evaluation.print_table(table)
+
+
+def _check_together(context: click.Context, options: dict[str, Any]) -> None:
+    """Report an option that would have no effect."""
+    mode = "without --model" if options["model"] is None else f"with --task {options['task']}"
+    for option in context.command.params:
+        given = context.get_parameter_source(option.name) == ParameterSource.COMMANDLINE
+        if given and option.name not in ALLOWED[mode]:
+            possible = " or ".join(
+                where for where, names in ALLOWED.items() if option.name in names
+            )
+            if not possible or option.name in ON_MODELS:
+                possible = "with --model"
+            raise ValueError(f"{option.opts[0]} is possible only {possible}, not {mode}.")
+
+
+def _chosen_pairs(
+    names: Sequence[str], default: Sequence[str], block: int | None = None
+) -> list[CodecPair]:
+    from kvcodec.evaluation import codec_pair
+
+    pairs = {}
+    for name in names or default:
+        try:
+            pair = codec_pair(name, block)
+        except ValueError as error:
+            if names:
+                raise
+            click.echo(f"Note: left out is {name}: {error}", err=True)
+        else:
+            pairs[pair.name] = pair
+    return list(pairs.values())
+
+
+def _possible_pairs(
+    pairs: Sequence[CodecPair], check: Callable[[CodecPair], None], source: str
+) -> list[CodecPair]:
+    """The pairs that a check lets pass; a note says why others are left out."""
+    possible = []
+    left_out: dict[str, list[str]] = {}
+    for pair in pairs:
+        try:
+            check(pair)
+        except ValueError as error:
+            reason = str(error).removeprefix(f"{pair.name} ")
+            left_out.setdefault(reason, []).append(pair.name)
+        else:
+            possible.append(pair)
+    for reason, names in left_out.items():
+        click.echo(f"Note: left out are {', '.join(names)}: {reason}", err=True)
+    if not possible:
+        raise ValueError(f"no codec can be evaluated on {source}.")
+    return possible
+
+
+# On queries, keys and values
+
+
+def _on_tensors(options: dict[str, Any]) -> tuple[Any, Any, Callable[[str], None]]:
+    from kvcodec import evaluation
+
+    file, names = options["tensors_file"], options["names"]
+    sinks, recent = options["sinks"], options["recent"]
+    pairs = _chosen_pairs(names, evaluation.DEFAULT_NAMES)
+    tensors = evaluation.sample_tensors() if file is None else evaluation.load_tensors(file)
+    if not names:
+        pairs = _possible_pairs(
+            pairs,
+            lambda pair: evaluation.check_pair(pair, tensors, sinks, recent),
+            tensors.source,
+        )
+    rows = _evaluate_tensors(tensors, pairs, sinks, recent)
+    _note_unequalized(rows, pairs)
+    table = evaluation.make_table(rows, tensors)
+    return rows, table, lambda file: evaluation.draw_plot(rows, tensors, file)
+
+
+def _evaluate_tensors(
+    tensors: Tensors, pairs: Sequence[CodecPair], sinks: int, recent: int
+) -> list[AttentionQuality]:
+    from kvcodec.evaluation import evaluate_attention
+
+    with progress_bar("evaluating") as progress:
+        return evaluate_attention(tensors, pairs, sinks=sinks, recent=recent, progress=progress)
+
+
+def _note_unequalized(rows: Sequence[AttentionQuality], pairs: Sequence[CodecPair]) -> None:
+    """Say which keys would have been equalized if there had been early queries."""
+    names = [
+        row.name
+        for row, pair in zip(rows, pairs, strict=True)
+        if pair.key is not None and row.key is not None
+        if pair.key.for_side("key").equalize and not row.key["equalize"]
+    ]
+    if names:
+        click.echo(
+            f"Note: the keys of {', '.join(names)} are not equalized, since no query belongs to "
+            "the sinks or the first block of tokens, from which the weights are taken.",
+            err=True,
+        )
+
+
+# On a language model
+
+
+def _divergence(options: dict[str, Any]) -> tuple[Any, Any, Callable[[str], None]]:
+    from kvcodec import evaluation
+
+    pairs = _chosen_pairs(options["names"], evaluation.MODEL_NAMES, options["block"])
+    model, text, run = _begin(options)
+    tokens, chunks = options["tokens"], options["chunks"]
+    cut = evaluation.cut_chunks(model.encode(text), model.first_tokens, tokens, chunks)
+    units = evaluation.chunk_units(cut, run)
+    about = {"task": DIVERGENCE, "tokens": tokens, "chunks": chunks}
+    pairs, results = _measure(options, model, units, pairs, text, about)
+    rows = evaluation.divergence_rows(model, results, units, pairs, options["seed"])
+    table = evaluation.make_model_table(rows)
+    return rows, table, lambda file: evaluation.draw_model_plot(rows, file)
+
+
+def _needle(options: dict[str, Any]) -> tuple[Any, Any, Callable[[str], None]]:
+    from kvcodec import evaluation
+
+    pairs = _chosen_pairs(options["names"], evaluation.NEEDLE_NAMES, options["block"])
+    model, text, run = _begin(options)
+    count, seed = options["probes"], options["seed"]
+    probes = [
+        each
+        for length in options["lengths"]
+        for each in evaluation.make_probes(model, text, length, count, seed)
+    ]
+    units = evaluation.needle_units(probes, run)
+    about = {"task": NEEDLE, "lengths": list(options["lengths"]), "probes": count, "seed": seed}
+    pairs, results = _measure(options, model, units, pairs, text, about)
+    rows = evaluation.needle_rows(model, results, units, pairs, seed)
+    return rows, evaluation.make_needle_table(rows), lambda file: None
+
+
+def _begin(options: dict[str, Any]) -> tuple[LanguageModel, str, Any]:
+    """The model, the text, and how the model is run."""
+    from kvcodec import evaluation
+
+    if options["scheduler"] is not None:
+        evaluation.check_scheduler(options["scheduler"])
+    text = evaluation.read_text(options["text"])
+    names = ("sinks", "recent", "block", "chunk", "last")
+    run = evaluation.ChunkOptions(**{name: options[name] for name in names})
+    return evaluation.load_language_model(options["model"]), text, run
+
+
+def _measure(
+    options: dict[str, Any],
+    model: LanguageModel,
+    units: Sequence[Unit],
+    pairs: Sequence[CodecPair],
+    text: str,
+    about: dict[str, Any],
+) -> tuple[list[CodecPair], Any]:
+    """The pairs that are possible, and their results."""
+    from kvcodec import evaluation
+
+    def check(pair: CodecPair) -> None:
+        evaluation.check_model_pair(model, pair, units)
+
+    if options["names"]:
+        for pair in pairs:
+            check(pair)
+    else:
+        pairs = _possible_pairs(pairs, check, model.source)
+    store = _store(options, units, text, about)
+    with progress_bar("evaluating") as progress:
+        if options["scheduler"] is None:
+            results = evaluation.measure(model, units, pairs, store=store, progress=progress)
+        else:
+            results = evaluation.measure_on_cluster(
+                options["scheduler"],
+                options["model"],
+                units,
+                pairs,
+                store=store,
+                progress=progress,
+            )
+    return list(pairs), results
+
+
+def _store(
+    options: dict[str, Any], units: Sequence[Unit], text: str, about: dict[str, Any]
+) -> Store | None:
+    """The directory of --resume, with a note of all that results depend on."""
+    import hashlib
+
+    from kvcodec.evaluation import Store, file_digest
+
+    if options["resume"] is None:
+        return None
+    return Store(
+        options["resume"],
+        {
+            "kvcodec": __version__,
+            "model": file_digest(Path(options["model"])),
+            "text": hashlib.sha256(text.encode()).hexdigest(),
+            **about,
+            **asdict(units[0].options),
+        },
+    )

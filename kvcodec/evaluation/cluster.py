@@ -1,0 +1,152 @@
+"""Measurements on the workers of a Dask cluster: one task for each unit and codec.
+
+Every worker loads the model from the same path and keeps it. Dask gives the tasks of a lost worker
+to another.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import lru_cache
+from typing import Any
+
+from kvcodec.evaluation.codecs import CodecPair
+from kvcodec.evaluation.measure import Results, Unit, keep_result, stored_results
+from kvcodec.evaluation.models import LanguageModel, load_language_model
+from kvcodec.evaluation.store import Store
+
+__all__ = ["check_scheduler", "measure_on_cluster"]
+
+LOCAL = "local"
+SECONDS_TO_CONNECT = 10
+
+
+def check_scheduler(scheduler: str) -> int | None:
+    """The number of local workers that are asked for, None for the address of a scheduler.
+
+    Parameters
+    ----------
+    scheduler : str
+        ``local``, ``local:N`` with N workers, or an address such as ``tcp://host:8786``.
+
+    Returns
+    -------
+    int or None
+        Workers to start.
+
+    Raises
+    ------
+    ValueError
+        If it is none of these or `dask.distributed` is not installed.
+
+    Examples
+    --------
+    >>> from kvcodec.evaluation.cluster import check_scheduler
+    >>> check_scheduler("local:none")
+    Traceback (most recent call last):
+    ValueError: scheduler must be local, local:N or an address, but 'local:none' was given.
+    """
+    kind, _, count = scheduler.partition(":")
+    is_local = kind == LOCAL
+    wrong = not scheduler or (is_local and ":" in scheduler and not count.isdecimal())
+    if wrong or (is_local and count and int(count) < 1):
+        raise ValueError(
+            f"scheduler must be local, local:N or an address, but {scheduler!r} was given."
+        )
+    try:
+        import distributed  # noqa: F401
+    except ImportError as error:
+        raise ValueError(
+            f"scheduler needs dask.distributed, of which {error.name} is missing; install the "
+            "extra 'cluster': pip install \"kvcodec-cpu[cluster]\"."
+        ) from None
+    if not is_local:
+        return None
+    return int(count) if count else os.cpu_count() or 1
+
+
+def measure_on_cluster(
+    scheduler: str,
+    path: str | os.PathLike[str],
+    units: Sequence[Unit],
+    pairs: Sequence[CodecPair],
+    *,
+    store: Store | None = None,
+    progress: Callable[[float], None] | None = None,
+) -> Results:
+    """Run units with codecs as Dask tasks; the results are those of `measure`.
+
+    Each task repeats the float32 run of its chunk. Workers compute with as many threads as this
+    process would, since the order of a model's sums depends on it.
+
+    Parameters
+    ----------
+    scheduler : str
+        As in `check_scheduler`.
+    path : str or path
+        The model, where every worker finds it.
+    units, pairs, store, progress
+        As in `measure`.
+
+    Returns
+    -------
+    dict
+        The result of each name of a unit and name of a codec.
+
+    Raises
+    ------
+    ValueError
+        If the scheduler does not answer, or a task cannot be run.
+    """
+    workers = check_scheduler(scheduler)
+    import torch
+    from distributed import Client, KilledWorker, LocalCluster, as_completed
+
+    results, missing = stored_results(units, pairs, store)
+    with ExitStack() as stack:
+        if workers is not None:
+            address: Any = stack.enter_context(
+                LocalCluster(n_workers=workers, threads_per_worker=1, dashboard_address=None)
+            )
+        else:
+            address = scheduler
+        try:
+            client = stack.enter_context(Client(address, timeout=SECONDS_TO_CONNECT))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"scheduler {scheduler!r} cannot be reached: {error}.") from None
+        tasks = {
+            client.submit(
+                _run_task, os.path.abspath(path), unit, name, torch.get_num_threads(), pure=False
+            ): (unit, name)
+            for unit, names in missing
+            for name in names
+        }
+        for done, task in enumerate(as_completed(tasks), start=1):
+            unit, name = tasks[task]
+            try:
+                result = task.result()
+            except KilledWorker:
+                raise ValueError(
+                    f"the workers that ran {name} on {unit.name} were lost again and again; they "
+                    "may lack memory."
+                ) from None
+            keep_result(results, store, unit, name, result)
+            if progress is not None:
+                progress(done / len(tasks))
+    return results
+
+
+@lru_cache(maxsize=1)
+def _model(path: str) -> LanguageModel:
+    return load_language_model(path)
+
+
+def _run_task(path: str, unit: Unit, name: str, threads: int) -> dict[str, Any]:
+    """What a worker does."""
+    import torch
+
+    torch.set_num_threads(threads)
+    [result] = unit.run(_model(path), [name], lambda: None)
+    return result

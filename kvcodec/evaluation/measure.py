@@ -1,0 +1,366 @@
+"""Measurements on a model, cut into units that can be stored, resumed and run elsewhere.
+
+A unit is a chunk of text or the probes of one depth; the result of a unit with one codec is a dict
+that JSON can hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvcodec.evaluation.codecs import CodecPair, codec_pair
+from kvcodec.evaluation.language_model import (
+    ChunkOptions,
+    Predictions,
+    evaluate_chunk,
+    packed_run,
+    pieces,
+)
+from kvcodec.evaluation.model_quality import ModelQuality, summarize
+from kvcodec.evaluation.models import LanguageModel
+from kvcodec.evaluation.needle import NeedleQuality, Probes, run_probes, wilson_interval
+from kvcodec.evaluation.store import Store
+
+__all__ = [
+    "Unit",
+    "check_model_pair",
+    "chunk_units",
+    "divergence_rows",
+    "measure",
+    "needle_rows",
+    "needle_units",
+]
+
+Results = dict[tuple[str, str], dict[str, Any]]
+Runner = Callable[["Unit", Sequence[str]], list[dict[str, Any]]]
+EXACT_NAME = "fp32"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A piece of a measurement.
+
+    Attributes
+    ----------
+    name : str
+        Its name in the measurement.
+    work : list of int or Probes
+        The tokens of a chunk, or probes.
+    options : ChunkOptions
+        How it is run.
+    """
+
+    name: str
+    work: list[int] | Probes
+    options: ChunkOptions
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the longest context."""
+        return self.work.length if isinstance(self.work, Probes) else len(self.work) - 1
+
+    @property
+    def steps(self) -> int:
+        """How often progress is told for each codec."""
+        if isinstance(self.work, Probes):
+            return len(self.work.rests)
+        return len(pieces(self.tokens, self.options.chunk))
+
+    def run(
+        self, model: LanguageModel, codecs: Sequence[str], advance: Callable[[], None]
+    ) -> list[dict[str, Any]]:
+        """Run it with some codecs.
+
+        Parameters
+        ----------
+        model : LanguageModel
+            The model.
+        codecs : sequence of str
+            Names of codec pairs.
+        advance : callable
+            Is called after each step of each codec.
+
+        Returns
+        -------
+        list of dict
+            The result with each codec.
+
+        Raises
+        ------
+        ValueError
+            If a codec does not fit the model.
+        """
+        pairs = [codec_pair(name, self.options.block) for name in codecs]
+        if not isinstance(self.work, Probes):
+            found = evaluate_chunk(model, self.work, pairs, self.options, advance)
+            return [predictions.to_dict() for predictions in found]
+        return [
+            {"found": run_probes(model, self.work, pair, self.options, advance)} for pair in pairs
+        ]
+
+
+def chunk_units(chunks: Sequence[list[int]], options: ChunkOptions) -> list[Unit]:
+    """A unit for each chunk of `cut_chunks`.
+
+    Parameters
+    ----------
+    chunks : sequence of list of int
+        The tokens of each chunk.
+    options : ChunkOptions
+        How they are run.
+
+    Returns
+    -------
+    list of Unit
+        One for each chunk.
+
+    Examples
+    --------
+    >>> from kvcodec.evaluation import ChunkOptions, chunk_units, cut_chunks
+    >>> chunks = cut_chunks(range(1000), first=[1], length=100, count=2)
+    >>> [(unit.name, unit.tokens) for unit in chunk_units(chunks, ChunkOptions())]
+    [('chunk 0', 100), ('chunk 1', 100)]
+    """
+    return [Unit(f"chunk {index}", chunk, options) for index, chunk in enumerate(chunks)]
+
+
+def needle_units(probes: Sequence[Probes], options: ChunkOptions) -> list[Unit]:
+    """A unit for each depth of `make_probes`.
+
+    Parameters
+    ----------
+    probes : sequence of Probes
+        Probes of each depth.
+    options : ChunkOptions
+        How they are run.
+
+    Returns
+    -------
+    list of Unit
+        One for each depth.
+
+    Examples
+    --------
+    >>> from kvcodec.evaluation import ChunkOptions, Probes, needle_units
+    >>> probes = Probes(6, 0.5, prefix=[1, 2, 3], rests=[[4, 5, 6, 7]], code_tokens=[1])
+    >>> needle_units([probes], ChunkOptions())[0].name
+    'length 6, depth 0.500000'
+    """
+    return [Unit(f"length {each.length}, depth {each.depth:.6f}", each, options) for each in probes]
+
+
+def check_model_pair(model: LanguageModel, pair: CodecPair, units: Sequence[Unit]) -> None:
+    """Raise a ValueError that says why a codec pair cannot be measured.
+
+    Parameters
+    ----------
+    model : LanguageModel
+        The model.
+    pair : CodecPair
+        The codecs.
+    units : sequence of Unit
+        What they are to be measured in.
+
+    Raises
+    ------
+    ValueError
+        If the codecs do not fit the model, or no query of some unit would see a packed token.
+    """
+    if pair.key is None and pair.exact_dtype is None:
+        raise ValueError(f"{pair.name} is for tensors; a cache keeps exact tokens as fp32 or bf16.")
+    options = units[0].options
+    packed_run(model, pair, options)
+    needed = options.sinks + options.recent + pair.block
+    shortest = min(unit.tokens for unit in units)
+    if pair.key is not None and shortest < needed:
+        raise ValueError(
+            f"no query sees a packed token: with sinks={options.sinks}, recent={options.recent} "
+            f"and blocks of {pair.block} it takes {needed} tokens, but {shortest} are given."
+        )
+
+
+def measure(
+    model: LanguageModel,
+    units: Sequence[Unit],
+    pairs: Sequence[CodecPair],
+    *,
+    store: Store | None = None,
+    progress: Callable[[float], None] | None = None,
+) -> Results:
+    """Run units with codecs, one after the other, all codecs of a unit together.
+
+    Parameters
+    ----------
+    model : LanguageModel
+        The model.
+    units : sequence of Unit
+        What is run.
+    pairs : sequence of CodecPair
+        The codecs.
+    store : Store, optional
+        Gives results that are there already and keeps new ones.
+    progress : callable, optional
+        Is called with the part of the work that is done, from 0 to 1.
+
+    Returns
+    -------
+    dict
+        The result of each name of a unit and name of a codec.
+
+    Raises
+    ------
+    ValueError
+        If a codec does not fit the model.
+    """
+    results, missing = stored_results(units, pairs, store)
+    steps = sum(unit.steps * len(names) for unit, names in missing)
+    done = 0
+
+    def advance() -> None:
+        nonlocal done
+        done += 1
+        if progress is not None:
+            progress(done / steps)
+
+    for unit, names in missing:
+        found = unit.run(model, names, advance)
+        for name, result in zip(names, found, strict=True):
+            keep_result(results, store, unit, name, result)
+    return results
+
+
+def stored_results(
+    units: Sequence[Unit], pairs: Sequence[CodecPair], store: Store | None
+) -> tuple[Results, list[tuple[Unit, list[str]]]]:
+    """What a store has already, and the names of the codecs that each unit lacks."""
+    results: Results = {}
+    missing = []
+    for unit in units:
+        names = []
+        for pair in pairs:
+            found = None if store is None else store.get(f"{unit.name}, {pair.name}")
+            if found is None:
+                names.append(pair.name)
+            else:
+                results[unit.name, pair.name] = found
+        if names:
+            missing.append((unit, names))
+    return results, missing
+
+
+def keep_result(
+    results: Results, store: Store | None, unit: Unit, name: str, result: dict[str, Any]
+) -> None:
+    """Add a result, and store it."""
+    results[unit.name, name] = result
+    if store is not None:
+        store.put(f"{unit.name}, {name}", result)
+
+
+def divergence_rows(
+    model: LanguageModel,
+    results: Results,
+    units: Sequence[Unit],
+    pairs: Sequence[CodecPair],
+    seed: int,
+) -> list[ModelQuality]:
+    """The figures of each codec over the chunks.
+
+    Parameters
+    ----------
+    model : LanguageModel
+        The model that was measured.
+    results : dict
+        Of `measure`.
+    units, pairs
+        What was measured.
+    seed : int
+        Seed of the drawing that gives the errors.
+
+    Returns
+    -------
+    list of ModelQuality
+        One for each pair.
+    """
+    return [
+        summarize(
+            model.source,
+            [Predictions(**results[unit.name, pair.name]) for unit in units],
+            units[0].options,
+            pair.block,
+            seed,
+        )
+        for pair in pairs
+    ]
+
+
+def needle_rows(
+    model: LanguageModel,
+    results: Results,
+    units: Sequence[Unit],
+    pairs: Sequence[CodecPair],
+    seed: int,
+) -> list[NeedleQuality]:
+    """How often each codec lets the model find the code, at each length.
+
+    Parameters
+    ----------
+    model : LanguageModel
+        The model that was measured.
+    results : dict
+        Of `measure`.
+    units, pairs
+        What was measured.
+    seed : int
+        The seed of the probes.
+
+    Returns
+    -------
+    list of NeedleQuality
+        One for each pair and length.
+    """
+    rows = []
+    lengths = sorted({unit.tokens for unit in units})
+    for pair in pairs:
+        run = packed_run(model, pair, units[0].options)
+        about = Predictions.of(pair, run.cache.kv.config)
+        for length in lengths:
+            of_length = [unit for unit in units if unit.tokens == length]
+            found = _found(results, of_length, pair.name)
+            exact = _found(results, of_length, EXACT_NAME)
+            low, high = wilson_interval(sum(found), len(found))
+            rows.append(
+                NeedleQuality(
+                    model=model.source,
+                    name=pair.name,
+                    key=about.key,
+                    value=about.value,
+                    bits_per_value=about.bits_per_value,
+                    length=length,
+                    found=sum(found),
+                    probes=len(found),
+                    share=sum(found) / len(found),
+                    share_low=low,
+                    share_high=high,
+                    same_as_exact=_agreement(found, exact),
+                    sinks=units[0].options.sinks,
+                    recent=units[0].options.recent,
+                    block=pair.block,
+                    seed=seed,
+                )
+            )
+    return rows
+
+
+def _found(results: Results, units: Sequence[Unit], name: str) -> list[bool]:
+    """Of every probe of some units; empty if the codec was not measured."""
+    there = [results[unit.name, name] for unit in units if (unit.name, name) in results]
+    return [found for result in there for found in result["found"]]
+
+
+def _agreement(found: Sequence[bool], exact: Sequence[bool]) -> float | None:
+    if len(exact) != len(found):
+        return None
+    return sum(a == b for a, b in zip(found, exact, strict=True)) / len(found)

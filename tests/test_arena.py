@@ -1,0 +1,106 @@
+"""Memory for the pages of packed tokens."""
+
+import gc
+import os
+import threading
+import weakref
+
+import numpy as np
+import pytest
+
+from kvcodec import _arena
+
+
+def layout(size):
+    return {"codes": ((size,), np.uint8), "scale": ((3, 5), np.float32), "none": ((0, 4), np.int8)}
+
+
+SIZES = [1, 1000, _arena.SMALL, _arena.CHUNK // 2, _arena.CHUNK + 1]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_arrays_are_zero_apart_and_on_cache_lines(size):
+    pages = [_arena.zeros(layout(size)) for _ in range(3)]
+    for number, page in enumerate(pages, 1):
+        for name, (shape, dtype) in layout(size).items():
+            assert page[name].shape == shape
+            assert page[name].dtype == dtype
+            assert not page[name].any()
+            assert page[name].size == 0 or page[name].ctypes.data % _arena.CACHE_LINE == 0
+            assert page[name].flags.writeable
+            page[name][...] = number
+    for number, page in enumerate(pages, 1):
+        assert all((x == number).all() for x in page.values())
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_copies_are_independent(size):
+    page = _arena.zeros(layout(size))
+    page["codes"][...] = 7
+    copied = _arena.copies(page)
+    page["codes"][...] = 8
+    assert (copied["codes"] == 7).all()
+    assert not np.shares_memory(copied["codes"], page["codes"])
+
+
+def owner(array):
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array
+
+
+def test_a_chunk_is_freed_with_its_last_array(monkeypatch):
+    monkeypatch.setattr(_arena, "_chunk", _arena._Chunk())
+    size = _arena.CHUNK // 4
+    pages = [_arena.zeros({"codes": ((size,), np.uint8)})["codes"] for _ in range(9)]
+    owners = [weakref.ref(owner(page)) for page in pages]
+    assert owners[0]() is owners[3]()
+    assert owners[3]() is not owners[4]()
+    del pages[:3]
+    gc.collect()
+    assert owners[0]() is not None
+    del pages[0]
+    gc.collect()
+    assert owners[0]() is None
+    assert owners[4]() is not None
+
+
+def test_threads_get_memory_of_their_own():
+    found = []
+
+    def work(number):
+        pages = [_arena.zeros({"codes": ((_arena.SMALL,), np.uint8)})["codes"] for _ in range(50)]
+        for page in pages:
+            page[...] = number
+        found.append(all((page == number).all() for page in pages))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True] * 4
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_forked_child_does_not_write_into_its_parent():
+    page = _arena.zeros({"codes": ((_arena.SMALL,), np.uint8)})["codes"]
+    child = os.fork()
+    if child == 0:
+        page[...] = 1
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert not page.any()
+
+
+def test_no_room_is_a_memory_error():
+    with pytest.raises(MemoryError):
+        _arena.zeros({"codes": ((1 << 60,), np.uint8)})
+
+
+def test_a_system_without_huge_pages(monkeypatch):
+    monkeypatch.delattr(_arena.mmap, "MADV_HUGEPAGE", raising=False)
+    page = _arena.zeros(layout(_arena.CHUNK))
+    assert page["codes"].ctypes.data % _arena.CACHE_LINE == 0
+    assert not page["codes"].any()
