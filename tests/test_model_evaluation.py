@@ -381,6 +381,17 @@ class TestLoading:
         with pytest.raises(ValueError, match=r"^model .* cannot be loaded: "):
             load_language_model(file)
 
+    def test_code_that_comes_with_a_model_is_not_run(self, tmp_path, monkeypatch):
+        def asked(*_):
+            pytest.fail("it was asked whether to run the code")
+
+        monkeypatch.setattr("builtins.input", asked)
+        config = {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        (tmp_path / "own.py").write_text("raise SystemExit")
+        with pytest.raises(ValueError, match=r"^model .* cannot be loaded: "):
+            load_language_model(tmp_path)
+
     def test_models_that_a_cache_does_not_support(self, tmp_path):
         saved(tmp_path, "Llama")
         config = json.loads((tmp_path / "config.json").read_text())

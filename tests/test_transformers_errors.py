@@ -221,6 +221,38 @@ def test_crop_has_bounds(count):
     assert cache.get_seq_length() == 20
 
 
+@pytest.mark.parametrize("repeats", [0, 1.5])
+@pytest.mark.parametrize("tokens", [0, 20])
+def test_rows_are_repeated_a_whole_number_of_times(repeats, tokens):
+    model = packed(tiny("Llama"))
+    cache = cache_of(model)
+    if tokens:
+        logits(model, prompt(tokens), cache=cache)
+    with pytest.raises(ValueError, match=r"^repeats must be a whole number of at least 1"):
+        cache.batch_repeat_interleave(repeats)
+
+
+def test_rows_of_an_interrupted_first_pass():
+    model = packed(tiny("Llama"))
+    cache = cache_of(model)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    hook = model.model.layers[1].register_forward_pre_hook(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            logits(model, prompt(20), cache=cache)
+    finally:
+        hook.remove()
+    assert cache.batch_size == 1
+    with pytest.raises(ValueError, match="indices"):
+        cache.batch_select_indices(torch.tensor([5]))
+    cache.batch_repeat_interleave(2)
+    assert cache.batch_size == 2
+    assert (cache.kv.seq_lengths == [[20, 20], [0, 0]]).all()
+
+
 def test_a_ring_cannot_be_cropped_beyond_what_is_there():
     model = packed(tiny("Mistral"))
     cache = cache_of(model)
@@ -253,6 +285,7 @@ def test_keys_are_appended_once(monkeypatch):
         ("Qwen3Next", {}, "layers of linear attention"),
         ("Gemma3Text", {"use_bidirectional_attention": True}, "not causal"),
         ("Gemma3nText", {}, "share the keys and values"),
+        ("Rwkv", {}, "a model without num_attention_heads"),
     ],
 )
 def test_models_that_are_not_supported(kind, options, named):

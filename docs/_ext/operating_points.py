@@ -9,15 +9,19 @@ from IPython.display import Markdown
 
 from kvcodec.evaluation import codec_pair, evaluate_attention, sample_tensors
 
-TIMES = Path(__file__).parents[1] / "decode-times.json"
+TIMES = Path(__file__).parents[1] / "benchmark.json"
 TOKENS = 32768
 HEAD_DIM = 128
 
 
 def decode_times() -> dict[str, float]:
-    """Time of attention of one query over 32,768 tokens beside that of int4, by codec pair."""
+    """Time of attention of one query over 32,768 tokens beside that of int4, one thread."""
     measured = json.loads(TIMES.read_text(encoding="utf-8"))["measurements"]
-    return {each["name"]: each["relative"] for each in measured if each["tokens"] == TOKENS}
+    return {
+        each["name"]: each["relative"]
+        for each in measured
+        if (each["task"], each["tokens"], each["threads"]) == ("decode", TOKENS, 1)
+    }
 
 
 def operating_points(names: list[str]) -> Markdown:
@@ -45,6 +49,6 @@ def conditions() -> Markdown:
     machine = about["machine"]
     return Markdown(
         f"Times: `{about['command']}` on {machine['processor']} ({machine['machine']}, "
-        f"{machine['simd']}), a virtual machine that others used at the same time (load "
-        f"{machine['load']}); each is the median of ratios within a round."
+        f"{machine['simd']}), a virtual machine whose other work was halted meanwhile; each is "
+        "the median of ratios within a round."
     )

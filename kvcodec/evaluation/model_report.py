@@ -115,7 +115,7 @@ def make_needle_table(rows: Sequence[NeedleQuality]) -> Table:
 
 
 def draw_model_plot(rows: Sequence[ModelQuality], path: str | os.PathLike[str]) -> None:
-    """Draw mean KL, with its error, and the share of other top tokens, against bits a value.
+    """Draw mean KL, with its error, and what 99% of KL stay below, against bits a value.
 
     Parameters
     ----------

@@ -101,7 +101,10 @@ def load_language_model(path: str | os.PathLike[str]) -> LanguageModel:
     from kvcodec.integrations.transformers import KVCodecCache
 
     folder = path.parent if is_file else path
-    options = {"local_files_only": True, **({"gguf_file": path.name} if is_file else {})}
+    # Transformers would ask on the terminal whether to run code that comes with a model.
+    options = {"local_files_only": True, "trust_remote_code": False}
+    if is_file:
+        options["gguf_file"] = path.name
     try:
         with _quiet(transformers):
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)

@@ -32,6 +32,9 @@ def layers_of(config: Any) -> dict[str, list[Any]]:
     shared = "reuse" in (getattr(config, "kv_sharing_modes", None) or ())
     if shared or getattr(config, "num_kv_shared_layers", None):
         raise _refused("a model with layers that share the keys and values of others")
+    for name in ("num_hidden_layers", "num_attention_heads"):
+        if not hasattr(config, name):
+            raise _refused(f"a model without {name}")
     count = config.num_hidden_layers
     each = getattr(config, "per_layer_config", None) or [config] * count
     types = _layer_types(config, count)

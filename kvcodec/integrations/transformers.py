@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kvcodec import storage
+from kvcodec import _validate, storage
 from kvcodec.cache import KVCache
 from kvcodec.cache_options import CodecChoice
 from kvcodec.integrations._attention import NAME, attention, mask
@@ -131,7 +131,7 @@ class KVCodecCache(transformers.Cache):
 
     def _begin(self, batch: int, dtype: torch.dtype) -> None:
         """Fit the empty cache to a batch; one with tokens keeps its rows."""
-        if any(layer.columns.count for layer in self.layers):
+        if self._holds_tokens():
             if batch != self.kv.batch:
                 raise ValueError(
                     f"cache must have as many rows as the batch, {batch}, but has "
@@ -170,7 +170,11 @@ class KVCodecCache(transformers.Cache):
     @property
     def batch_size(self) -> int:
         """Rows, or -1 as long as there is no token."""
-        return self.kv.batch if self._columns() else -1
+        return self.kv.batch if self._holds_tokens() else -1
+
+    def _holds_tokens(self) -> bool:
+        """Whether a layer does; after an interrupted forward pass others may not."""
+        return any(layer.columns.count for layer in self.layers)
 
     def _columns(self) -> int:
         """Columns that every layer has seen."""
@@ -266,11 +270,12 @@ class KVCodecCache(transformers.Cache):
         ValueError
             If repeats is no such number.
         """
-        indices = np.repeat(np.arange(self.kv.batch), max(repeats, 1))
+        repeats = _validate.integer(repeats, "repeats", 1)
+        indices = np.repeat(np.arange(self.kv.batch), repeats)
         self._take(indices, lambda _: self.kv.repeat(repeats))
 
     def _take(self, indices: Any, change: abc.Callable[[Any], None]) -> None:
-        if not self._columns():
+        if not self._holds_tokens():
             return  # the size of the batch is not known yet
         change(indices)
         for layer in self.layers:
