@@ -95,7 +95,20 @@ class Predictions:
 
     @classmethod
     def of(cls, pair: CodecPair, config: Mapping[str, Any]) -> Predictions:
-        """Of a pair in a cache with this `KVCache.config`, before anything was predicted."""
+        """Those of a codec pair before anything was predicted.
+
+        Parameters
+        ----------
+        pair : CodecPair
+            The codecs.
+        config : mapping
+            The `KVCache.config` of the cache that they are used in.
+
+        Returns
+        -------
+        Predictions
+            With bits and bytes, and no prediction.
+        """
         bits = values = 0.0
         for heads, key_dim, value_dim in zip(
             config["num_kv_heads"], config["head_dim"], config["value_head_dim"], strict=True
@@ -107,7 +120,13 @@ class Predictions:
         return cls(pair.name, key, value, bits / values, bits / 8)
 
     def to_dict(self) -> dict[str, Any]:
-        """As a dict that JSON can hold."""
+        """All of it as a dict that JSON can hold.
+
+        Returns
+        -------
+        dict
+            Names of the attributes and their values.
+        """
         return asdict(self)
 
 

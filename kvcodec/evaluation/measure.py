@@ -71,7 +71,27 @@ class Unit:
     def run(
         self, model: LanguageModel, codecs: Sequence[str], advance: Callable[[], None]
     ) -> list[dict[str, Any]]:
-        """The result with each codec, by their names."""
+        """Run it with some codecs.
+
+        Parameters
+        ----------
+        model : LanguageModel
+            The model.
+        codecs : sequence of str
+            Names of codec pairs.
+        advance : callable
+            Is called after each step of each codec.
+
+        Returns
+        -------
+        list of dict
+            The result with each codec.
+
+        Raises
+        ------
+        ValueError
+            If a codec does not fit the model.
+        """
         pairs = [codec_pair(name, self.options.block) for name in codecs]
         if not isinstance(self.work, Probes):
             found = evaluate_chunk(model, self.work, pairs, self.options, advance)
@@ -82,12 +102,52 @@ class Unit:
 
 
 def chunk_units(chunks: Sequence[list[int]], options: ChunkOptions) -> list[Unit]:
-    """A unit for each chunk of `cut_chunks`."""
+    """A unit for each chunk of `cut_chunks`.
+
+    Parameters
+    ----------
+    chunks : sequence of list of int
+        The tokens of each chunk.
+    options : ChunkOptions
+        How they are run.
+
+    Returns
+    -------
+    list of Unit
+        One for each chunk.
+
+    Examples
+    --------
+    >>> from kvcodec.evaluation import ChunkOptions, chunk_units, cut_chunks
+    >>> chunks = cut_chunks(range(1000), first=[1], length=100, count=2)
+    >>> [(unit.name, unit.tokens) for unit in chunk_units(chunks, ChunkOptions())]
+    [('chunk 0', 100), ('chunk 1', 100)]
+    """
     return [Unit(f"chunk {index}", chunk, options) for index, chunk in enumerate(chunks)]
 
 
 def needle_units(probes: Sequence[Probes], options: ChunkOptions) -> list[Unit]:
-    """A unit for each depth of `make_probes`."""
+    """A unit for each depth of `make_probes`.
+
+    Parameters
+    ----------
+    probes : sequence of Probes
+        Probes of each depth.
+    options : ChunkOptions
+        How they are run.
+
+    Returns
+    -------
+    list of Unit
+        One for each depth.
+
+    Examples
+    --------
+    >>> from kvcodec.evaluation import ChunkOptions, Probes, needle_units
+    >>> probes = Probes(6, 0.5, prefix=[1, 2, 3], rests=[[4, 5, 6, 7]], code_tokens=[1])
+    >>> needle_units([probes], ChunkOptions())[0].name
+    'length 6, depth 0.500000'
+    """
     return [Unit(f"length {each.length}, depth {each.depth:.6f}", each, options) for each in probes]
 
 

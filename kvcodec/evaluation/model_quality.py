@@ -113,6 +113,17 @@ def summarize(
     References
     ----------
     B. Efron, Ann. Statist. 7 (1979), for the bootstrap.
+
+    Examples
+    --------
+    >>> from kvcodec.evaluation import ChunkOptions, Predictions, summarize
+    >>> predictions = Predictions(
+    ...     "int4", None, None, 4.25, 1000.0, kl=[0.01, 0.03], same_top=[True, False],
+    ...     exact_log_probability=[-1.0, -2.0], log_probability=[-1.0, -2.2], tokens=2, seconds=0.5,
+    ... )
+    >>> row = summarize("model", [predictions], ChunkOptions(), block=64, seed=0)
+    >>> round(row.mean_kl, 3), row.same_top, round(row.perplexity_ratio, 3)
+    (0.02, 0.5, 1.105)
     """
     kl = _joined(chunks, "kl")
     exact, quantized = _joined(chunks, "exact_log_probability"), _joined(chunks, "log_probability")

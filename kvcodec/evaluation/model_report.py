@@ -56,6 +56,18 @@ def make_model_table(rows: Sequence[ModelQuality]) -> Table:
     -------
     rich.table.Table
         To be printed by `print_table`.
+
+    Examples
+    --------
+    >>> from kvcodec.evaluation import make_model_table
+    >>> from kvcodec.evaluation import ChunkOptions, Predictions, summarize
+    >>> predictions = Predictions(
+    ...     "int4", None, None, 4.25, 1000.0, kl=[0.01, 0.03], same_top=[True, False],
+    ...     exact_log_probability=[-1.0, -2.0], log_probability=[-1.0, -2.2], tokens=2, seconds=0.5,
+    ... )
+    >>> row = summarize("model", [predictions], ChunkOptions(), block=64, seed=0)
+    >>> make_model_table([row]).row_count
+    1
     """
     first = rows[0]
     title = (
@@ -82,6 +94,16 @@ def make_needle_table(rows: Sequence[NeedleQuality]) -> Table:
     -------
     rich.table.Table
         To be printed by `print_table`.
+
+    Examples
+    --------
+    >>> from kvcodec.evaluation import NeedleQuality, make_needle_table, wilson_interval
+    >>> low, high = wilson_interval(9, 10)
+    >>> row = NeedleQuality(
+    ...     "model", "int4", None, None, 4.25, 512, 9, 10, 0.9, low, high, None, 4, 32, 64, 0
+    ... )
+    >>> make_needle_table([row]).row_count
+    1
     """
     first = rows[0]
     title = (
@@ -108,6 +130,22 @@ def draw_model_plot(rows: Sequence[ModelQuality], path: str | os.PathLike[str]) 
         As in `check_plot`.
     OSError
         If the file cannot be written.
+
+    Examples
+    --------
+    >>> import pathlib, tempfile
+    >>> from kvcodec.evaluation import draw_model_plot
+    >>> from kvcodec.evaluation import ChunkOptions, Predictions, summarize
+    >>> predictions = Predictions(
+    ...     "int4", None, None, 4.25, 1000.0, kl=[0.01, 0.03], same_top=[True, False],
+    ...     exact_log_probability=[-1.0, -2.0], log_probability=[-1.0, -2.2], tokens=2, seconds=0.5,
+    ... )
+    >>> row = summarize("model", [predictions], ChunkOptions(), block=64, seed=0)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = pathlib.Path(folder) / "quality.svg"
+    ...     draw_model_plot([row], path)
+    ...     path.stat().st_size > 0
+    True
     """
     errors = [row.mean_kl_error if math.isfinite(row.mean_kl_error) else 0.0 for row in rows]
     panels = (

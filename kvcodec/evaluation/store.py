@@ -60,7 +60,23 @@ class Store:
         write_file(path, json.dumps(about, indent=2).encode())
 
     def get(self, name: str) -> Any:
-        """The result of a piece, or None if it is not finished."""
+        """The result of a piece.
+
+        Parameters
+        ----------
+        name : str
+            The name of the piece.
+
+        Returns
+        -------
+        object or None
+            What was put under this name; None if it is not finished.
+
+        Raises
+        ------
+        ValueError
+            If its file is damaged.
+        """
         path = self._path(name)
         if not path.is_file():
             return None
@@ -70,7 +86,20 @@ class Store:
         return stored["result"]
 
     def put(self, name: str, result: Any) -> None:
-        """Keep the result of a piece: as a whole, or not at all."""
+        """Keep the result of a piece: as a whole, or not at all.
+
+        Parameters
+        ----------
+        name : str
+            The name of the piece.
+        result : object
+            What JSON can hold.
+
+        Raises
+        ------
+        OSError
+            If it cannot be written.
+        """
         write_file(self._path(name), json.dumps({"name": name, "result": result}).encode())
 
     def _path(self, name: str) -> Path:
