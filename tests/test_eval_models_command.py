@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from kvcodec.cli import main
-from kvcodec.evaluation import Store, file_digest
 from kvcodec.evaluation.measure import Unit
+from kvcodec.evaluation.store import Store, file_digest
 
 hf = pytest.mark.hf
 FAST = ("--tokens", 120, "--chunks", 2, "--recent", 8, "--sinks", 2)

@@ -29,21 +29,18 @@ from kvcodec.evaluation import (
     ChunkOptions,
     LanguageModel,
     Predictions,
-    check_model_pair,
-    chunk_units,
     codec_pair,
     cut_chunks,
-    divergence_rows,
     evaluate_chunk,
     language_model,
     load_language_model,
     make_model_table,
-    measure,
     read_text,
     summarize,
     to_json,
 )
 from kvcodec.evaluation.language_model import ExactPiece, packed_run
+from kvcodec.evaluation.measure import check_model_pair, chunk_units, divergence_rows, measure
 from kvcodec.integrations.transformers import KVCodecCache
 
 pytestmark = pytest.mark.hf

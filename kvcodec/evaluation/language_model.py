@@ -95,7 +95,30 @@ class Predictions:
 
     @classmethod
     def of(cls, pair: CodecPair, config: Mapping[str, Any]) -> Predictions:
-        """Of a pair in a cache with this `KVCache.config`, before anything was predicted."""
+        """Of a pair of codecs before anything was predicted.
+
+        Parameters
+        ----------
+        pair : CodecPair
+            The codecs.
+        config : mapping
+            `KVCache.config` of a cache that was made with them.
+
+        Returns
+        -------
+        Predictions
+            With names, bits and bytes, and without a prediction.
+
+        Examples
+        --------
+        >>> import kvcodec as kv
+        >>> from kvcodec.evaluation import Predictions, codec_pair
+        >>> pair = codec_pair("int4 plain")
+        >>> cache = kv.KVCache(2, num_kv_heads=4, head_dim=64, key=pair.key, value=pair.value)
+        >>> predictions = Predictions.of(pair, cache.config)
+        >>> predictions.bits_per_value, predictions.bytes_per_token
+        (4.25, 544.0)
+        """
         bits = values = 0.0
         for heads, key_dim, value_dim in zip(
             config["num_kv_heads"], config["head_dim"], config["value_head_dim"], strict=True
@@ -107,7 +130,13 @@ class Predictions:
         return cls(pair.name, key, value, bits / values, bits / 8)
 
     def to_dict(self) -> dict[str, Any]:
-        """As a dict that JSON can hold."""
+        """As plain numbers and lists.
+
+        Returns
+        -------
+        dict
+            The attributes by name, as JSON can hold them.
+        """
         return asdict(self)
 
 
@@ -214,6 +243,25 @@ def evaluate_chunk(
     ------
     ValueError
         If a codec does not fit the model.
+
+    Examples
+    --------
+    A model with random weights, and a token for each byte:
+
+    >>> import transformers
+    >>> from kvcodec.evaluation import ChunkOptions, LanguageModel, codec_pair, evaluate_chunk
+    >>> config = transformers.LlamaConfig(
+    ...     vocab_size=384, hidden_size=128, intermediate_size=64, num_hidden_layers=2,
+    ...     num_attention_heads=4, num_key_value_heads=2,
+    ... )
+    >>> model = LanguageModel(
+    ...     transformers.LlamaForCausalLM(config).eval(), transformers.ByT5Tokenizer(), "random"
+    ... )
+    >>> tokens = model.encode("One token a byte, so this is a chunk of 122 tokens. " * 3)[:123]
+    >>> pairs = [codec_pair("int8"), codec_pair("int2")]
+    >>> int8, int2 = evaluate_chunk(model, tokens, pairs, ChunkOptions())
+    >>> len(int8.kl), sum(int8.kl) < sum(int2.kl)
+    (122, True)
     """
     fed = len(tokens) - 1
     counted = fed if options.last is None else min(options.last, fed)

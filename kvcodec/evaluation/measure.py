@@ -71,7 +71,27 @@ class Unit:
     def run(
         self, model: LanguageModel, codecs: Sequence[str], advance: Callable[[], None]
     ) -> list[dict[str, Any]]:
-        """The result with each codec, by their names."""
+        """Run it with some codecs.
+
+        Parameters
+        ----------
+        model : LanguageModel
+            The model.
+        codecs : sequence of str
+            Names of codec pairs, as `codec_pair` takes them.
+        advance : callable
+            Is called after each step of each codec.
+
+        Returns
+        -------
+        list of dict
+            The result with each codec.
+
+        Raises
+        ------
+        ValueError
+            If a codec does not fit the model.
+        """
         pairs = [codec_pair(name, self.options.block) for name in codecs]
         if not isinstance(self.work, Probes):
             found = evaluate_chunk(model, self.work, pairs, self.options, advance)
@@ -82,12 +102,52 @@ class Unit:
 
 
 def chunk_units(chunks: Sequence[list[int]], options: ChunkOptions) -> list[Unit]:
-    """A unit for each chunk of `cut_chunks`."""
+    """A unit for each chunk of a text.
+
+    Parameters
+    ----------
+    chunks : sequence of list of int
+        Of `cut_chunks`.
+    options : ChunkOptions
+        How they are run.
+
+    Returns
+    -------
+    list of Unit
+        One for each chunk, in order.
+
+    Examples
+    --------
+    >>> from kvcodec.evaluation import ChunkOptions
+    >>> from kvcodec.evaluation.measure import chunk_units
+    >>> [(unit.name, unit.tokens) for unit in chunk_units([[1, 2, 3]], ChunkOptions())]
+    [('chunk 0', 2)]
+    """
     return [Unit(f"chunk {index}", chunk, options) for index, chunk in enumerate(chunks)]
 
 
 def needle_units(probes: Sequence[Probes], options: ChunkOptions) -> list[Unit]:
-    """A unit for each depth of `make_probes`."""
+    """A unit for each depth.
+
+    Parameters
+    ----------
+    probes : sequence of Probes
+        Of `make_probes`, of one or more lengths.
+    options : ChunkOptions
+        How they are run.
+
+    Returns
+    -------
+    list of Unit
+        One for each depth, in order.
+
+    Examples
+    --------
+    >>> from kvcodec.evaluation import ChunkOptions, Probes
+    >>> from kvcodec.evaluation.measure import needle_units
+    >>> [unit.name for unit in needle_units([Probes(512, 0.25, [], [], [])], ChunkOptions())]
+    ['length 512, depth 0.250000']
+    """
     return [Unit(f"length {each.length}, depth {each.depth:.6f}", each, options) for each in probes]
 
 

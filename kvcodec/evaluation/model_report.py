@@ -56,6 +56,18 @@ def make_model_table(rows: Sequence[ModelQuality]) -> Table:
     -------
     rich.table.Table
         To be printed by `print_table`.
+
+    Examples
+    --------
+    >>> from kvcodec.evaluation import ChunkOptions, Predictions, make_model_table, summarize
+    >>> predictions = Predictions(
+    ...     "int4", None, None, bits_per_value=4.25, bytes_per_token=544.0, kl=[0.125, 0.375],
+    ...     same_top=[True, False], exact_log_probability=[-1.0, -2.0],
+    ...     log_probability=[-1.5, -2.5], tokens=2, seconds=0.5,
+    ... )
+    >>> row = summarize("model", [predictions], ChunkOptions(), block=64, seed=0)
+    >>> make_model_table([row]).row_count
+    1
     """
     first = rows[0]
     title = (
@@ -82,6 +94,17 @@ def make_needle_table(rows: Sequence[NeedleQuality]) -> Table:
     -------
     rich.table.Table
         To be printed by `print_table`.
+
+    Examples
+    --------
+    >>> from kvcodec.evaluation import NeedleQuality, make_needle_table
+    >>> row = NeedleQuality(
+    ...     "model", "int4", None, None, bits_per_value=4.25, length=512, found=9, probes=10,
+    ...     share=0.9, share_low=0.6, share_high=0.98, same_as_exact=None, sinks=4, recent=32,
+    ...     block=64, seed=0,
+    ... )
+    >>> make_needle_table([row]).row_count
+    1
     """
     first = rows[0]
     title = (
@@ -108,6 +131,19 @@ def draw_model_plot(rows: Sequence[ModelQuality], path: str | os.PathLike[str]) 
         As in `check_plot`.
     OSError
         If the file cannot be written.
+
+    Examples
+    --------
+    >>> import os, tempfile
+    >>> from kvcodec.evaluation import ChunkOptions, Predictions, draw_model_plot, summarize
+    >>> predictions = Predictions(
+    ...     "int4", None, None, bits_per_value=4.25, bytes_per_token=544.0, kl=[0.125, 0.375],
+    ...     same_top=[True, False], exact_log_probability=[-1.0, -2.0],
+    ...     log_probability=[-1.5, -2.5], tokens=2, seconds=0.5,
+    ... )
+    >>> row = summarize("model", [predictions], ChunkOptions(), block=64, seed=0)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     draw_model_plot([row], os.path.join(folder, "quality.svg"))
     """
     errors = [row.mean_kl_error if math.isfinite(row.mean_kl_error) else 0.0 for row in rows]
     panels = (

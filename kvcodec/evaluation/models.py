@@ -42,7 +42,18 @@ class LanguageModel:
         return "sdpa" if softcap is None and self.model._supports_sdpa else "eager"
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text, without any that the tokenizer would put around it."""
+        """The tokens of a text, without any that the tokenizer would put around it.
+
+        Parameters
+        ----------
+        text : str
+            The text.
+
+        Returns
+        -------
+        list of int
+            Its tokens.
+        """
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     @property
