@@ -365,7 +365,7 @@ def _begin(options: dict[str, Any]) -> tuple[LanguageModel, str, Any]:
     if options["scheduler"] is not None:
         check_scheduler(options["scheduler"])
     text = evaluation.read_text(options["text"])
-    names = ("sinks", "recent", "block", "chunk", "last")
+    names = ("sinks", "recent", "chunk", "last")
     run = evaluation.ChunkOptions(**{name: options[name] for name in names})
     return evaluation.load_language_model(options["model"]), text, run
 
@@ -422,6 +422,7 @@ def _store(
             "kvcodec": __version__,
             "model": file_digest(Path(options["model"])),
             "text": hashlib.sha256(text.encode()).hexdigest(),
+            "block": options["block"],
             **about,
             **asdict(units[0].options),
         },

@@ -30,7 +30,7 @@ pytestmark = [
     # What a killed worker leaves open is not of this project.
     pytest.mark.filterwarnings("ignore"),
 ]
-OPTIONS = ChunkOptions(**SMALL)
+OPTIONS = ChunkOptions(sinks=4, recent=8)
 PAIRS = [codec_pair(name, SMALL["block"]) for name in ("int8", "int4", "lm4/lm2")]
 
 

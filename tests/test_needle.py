@@ -26,7 +26,7 @@ from kvcodec.evaluation.measure import measure, needle_rows, needle_units
 from kvcodec.integrations.transformers import KVCodecCache
 
 pytestmark = pytest.mark.hf
-OPTIONS = ChunkOptions(**SMALL, chunk=16)
+OPTIONS = ChunkOptions(sinks=4, recent=8, chunk=16)
 TEXT = "The quick brown fox jumps over the lazy dog. " * 40
 LENGTH = 400
 

@@ -31,8 +31,6 @@ class ChunkOptions:
     ----------
     sinks, recent : int
         Exact tokens at the beginning, and of the newest.
-    block : int or None
-        Tokens that are packed at a time; None leaves it to the codec.
     chunk : int
         Tokens that are fed in one forward pass.
     last : int or None
@@ -41,16 +39,14 @@ class ChunkOptions:
 
     sinks: int = 4
     recent: int = 32
-    block: int | None = None
     chunk: int = 128
     last: int | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("sinks", 0), ("recent", 0), ("chunk", 1)):
             _validate.integer(getattr(self, name), name, least)
-        for name in ("block", "last"):
-            if getattr(self, name) is not None:
-                _validate.integer(getattr(self, name), name, 1)
+        if self.last is not None:
+            _validate.integer(self.last, "last", 1)
 
 
 @dataclass(eq=False)
