@@ -26,10 +26,10 @@ if TYPE_CHECKING:
         AttentionQuality,
         CodecPair,
         LanguageModel,
-        Store,
         Tensors,
-        Unit,
     )
+    from kvcodec.evaluation.measure import Unit
+    from kvcodec.evaluation.store import Store
 
 __all__ = ["evaluate"]
 
@@ -324,21 +324,23 @@ def _note_unequalized(rows: Sequence[AttentionQuality], pairs: Sequence[CodecPai
 
 def _divergence(options: dict[str, Any]) -> tuple[Any, Any, Callable[[str], None]]:
     from kvcodec import evaluation
+    from kvcodec.evaluation.measure import chunk_units, divergence_rows
 
     pairs = _chosen_pairs(options["names"], evaluation.MODEL_NAMES, options["block"])
     model, text, run = _begin(options)
     tokens, chunks = options["tokens"], options["chunks"]
     cut = evaluation.cut_chunks(model.encode(text), model.first_tokens, tokens, chunks)
-    units = evaluation.chunk_units(cut, run)
+    units = chunk_units(cut, run)
     about = {"task": DIVERGENCE, "tokens": tokens, "chunks": chunks}
     pairs, results = _measure(options, model, units, pairs, text, about)
-    rows = evaluation.divergence_rows(model, results, units, pairs, options["seed"])
+    rows = divergence_rows(model, results, units, pairs, options["seed"])
     table = evaluation.make_model_table(rows)
     return rows, table, lambda file: evaluation.draw_model_plot(rows, file)
 
 
 def _needle(options: dict[str, Any]) -> tuple[Any, Any, Callable[[str], None]]:
     from kvcodec import evaluation
+    from kvcodec.evaluation.measure import needle_rows, needle_units
 
     pairs = _chosen_pairs(options["names"], evaluation.NEEDLE_NAMES, options["block"])
     model, text, run = _begin(options)
@@ -348,21 +350,22 @@ def _needle(options: dict[str, Any]) -> tuple[Any, Any, Callable[[str], None]]:
         for length in options["lengths"]
         for each in evaluation.make_probes(model, text, length, count, seed)
     ]
-    units = evaluation.needle_units(probes, run)
+    units = needle_units(probes, run)
     about = {"task": NEEDLE, "lengths": list(options["lengths"]), "probes": count, "seed": seed}
     pairs, results = _measure(options, model, units, pairs, text, about)
-    rows = evaluation.needle_rows(model, results, units, pairs, seed)
+    rows = needle_rows(model, results, units, pairs, seed)
     return rows, evaluation.make_needle_table(rows), lambda file: None
 
 
 def _begin(options: dict[str, Any]) -> tuple[LanguageModel, str, Any]:
     """The model, the text, and how the model is run."""
     from kvcodec import evaluation
+    from kvcodec.evaluation.cluster import check_scheduler
 
     if options["scheduler"] is not None:
-        evaluation.check_scheduler(options["scheduler"])
+        check_scheduler(options["scheduler"])
     text = evaluation.read_text(options["text"])
-    names = ("sinks", "recent", "block", "chunk", "last")
+    names = ("sinks", "recent", "chunk", "last")
     run = evaluation.ChunkOptions(**{name: options[name] for name in names})
     return evaluation.load_language_model(options["model"]), text, run
 
@@ -376,10 +379,11 @@ def _measure(
     about: dict[str, Any],
 ) -> tuple[list[CodecPair], Any]:
     """The pairs that are possible, and their results."""
-    from kvcodec import evaluation
+    from kvcodec.evaluation.cluster import measure_on_cluster
+    from kvcodec.evaluation.measure import check_model_pair, measure
 
     def check(pair: CodecPair) -> None:
-        evaluation.check_model_pair(model, pair, units)
+        check_model_pair(model, pair, units)
 
     if options["names"]:
         for pair in pairs:
@@ -389,9 +393,9 @@ def _measure(
     store = _store(options, units, text, about)
     with progress_bar("evaluating") as progress:
         if options["scheduler"] is None:
-            results = evaluation.measure(model, units, pairs, store=store, progress=progress)
+            results = measure(model, units, pairs, store=store, progress=progress)
         else:
-            results = evaluation.measure_on_cluster(
+            results = measure_on_cluster(
                 options["scheduler"],
                 options["model"],
                 units,
@@ -408,7 +412,7 @@ def _store(
     """The directory of --resume, with a note of all that results depend on."""
     import hashlib
 
-    from kvcodec.evaluation import Store, file_digest
+    from kvcodec.evaluation.store import Store, file_digest
 
     if options["resume"] is None:
         return None
@@ -418,6 +422,7 @@ def _store(
             "kvcodec": __version__,
             "model": file_digest(Path(options["model"])),
             "text": hashlib.sha256(text.encode()).hexdigest(),
+            "block": options["block"],
             **about,
             **asdict(units[0].options),
         },

@@ -15,24 +15,22 @@ from hf_text import saved
 
 from kvcodec.evaluation import (
     ChunkOptions,
-    Store,
-    chunk_units,
     codec_pair,
     cut_chunks,
     load_language_model,
     make_probes,
-    measure,
-    measure_on_cluster,
-    needle_units,
     read_text,
 )
+from kvcodec.evaluation.cluster import measure_on_cluster
+from kvcodec.evaluation.measure import chunk_units, measure, needle_units
+from kvcodec.evaluation.store import Store
 
 pytestmark = [
     pytest.mark.hf,
     # What a killed worker leaves open is not of this project.
     pytest.mark.filterwarnings("ignore"),
 ]
-OPTIONS = ChunkOptions(**SMALL)
+OPTIONS = ChunkOptions(sinks=4, recent=8)
 PAIRS = [codec_pair(name, SMALL["block"]) for name in ("int8", "int4", "lm4/lm2")]
 
 

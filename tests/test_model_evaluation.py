@@ -29,26 +29,23 @@ from kvcodec.evaluation import (
     ChunkOptions,
     LanguageModel,
     Predictions,
-    check_model_pair,
-    chunk_units,
     codec_pair,
     cut_chunks,
-    divergence_rows,
     evaluate_chunk,
     language_model,
     load_language_model,
     make_model_table,
-    measure,
     read_text,
     summarize,
     to_json,
 )
 from kvcodec.evaluation.language_model import ExactPiece, packed_run
+from kvcodec.evaluation.measure import check_model_pair, chunk_units, divergence_rows, measure
 from kvcodec.integrations.transformers import KVCodecCache
 
 pytestmark = pytest.mark.hf
 FED = 90
-OPTIONS = ChunkOptions(**SMALL, chunk=40)
+OPTIONS = ChunkOptions(sinks=4, recent=8, chunk=40)
 
 
 def language(model, **options):
@@ -101,8 +98,7 @@ def test_exact_tokens_predict_what_the_float32_run_predicts(name):
 def test_figures_are_those_of_the_logits(name):
     tokens = chunk()
     block = {"key": codec_pair(name, 32).key, "value": codec_pair(name, 32).value}
-    options = ChunkOptions(sinks=4, recent=8, block=32, chunk=40)
-    [found] = evaluate_chunk(language(tiny("Llama")), tokens, [codec_pair(name, 32)], options)
+    [found] = evaluate_chunk(language(tiny("Llama")), tokens, [codec_pair(name, 32)], OPTIONS)
     log_p = log_probabilities(tiny("Llama"), tokens)
     model = packed(tiny("Llama"))
     cache = KVCodecCache(model.config, **block, sinks=4, recent=8, block=32)
@@ -125,7 +121,7 @@ def test_pieces_of_any_size_see_what_generation_sees(name):
     model = language(with_wide_sums(tiny("Llama")))
     found = {}
     for size in (1, 7, 40, FED):
-        run = packed_run(model, pair, ChunkOptions(sinks=4, recent=8, block=block))
+        run = packed_run(model, pair, ChunkOptions(sinks=4, recent=8))
         parts = [
             run.feed(tokens[start : min(start + size, FED)], min(size, FED - start))
             for start in range(0, FED, size)
@@ -137,7 +133,7 @@ def test_pieces_of_any_size_see_what_generation_sees(name):
 
 
 def test_logits_of_one_piece_are_held_at_a_time():
-    tokens, options = chunk(), ChunkOptions(**SMALL, chunk=1)
+    tokens, options = chunk(), ChunkOptions(sinks=4, recent=8, chunk=1)
     [stepwise] = evaluated(with_wide_sums(tiny("Llama")), tokens, "int4", options=options)
     [at_once] = evaluated(with_wide_sums(tiny("Llama")), tokens, "int4")
     np.testing.assert_allclose(stepwise.kl, at_once.kl, atol=1e-6)
@@ -145,7 +141,7 @@ def test_logits_of_one_piece_are_held_at_a_time():
 
 def test_only_the_last_predictions_count():
     every = evaluated(tiny("Llama"), chunk(), "int8", "int4")
-    options = ChunkOptions(**SMALL, chunk=40, last=25)
+    options = ChunkOptions(sinks=4, recent=8, chunk=40, last=25)
     for whole, last in zip(
         every, evaluated(tiny("Llama"), chunk(), "int8", "int4", options=options), strict=True
     ):
@@ -178,13 +174,23 @@ def test_codecs_do_not_touch_each_other():
 
 def test_options_reach_the_cache():
     tokens = chunk()
-    base = {"sinks": 4, "recent": 8, "block": 16, "chunk": 40}
+    base = {"sinks": 4, "recent": 8, "chunk": 40}
     [usual] = evaluated(tiny("Llama"), tokens, "int4")
-    for change in ({"sinks": 0}, {"recent": 30}, {"block": 32}):
-        options = ChunkOptions(**(base | change))
-        pair = codec_pair("int4", options.block)
+    for change, block in (({"sinks": 0}, 16), ({"recent": 30}, 16), ({}, 32)):
+        options, pair = ChunkOptions(**(base | change)), codec_pair("int4", block)
         [other] = evaluate_chunk(language(tiny("Llama")), tokens, [pair], options)
         assert np.abs(np.subtract(other.kl, usual.kl)).max() > 1e-6
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16", "int4", "kivi2"])
+def test_the_block_of_a_pair_is_that_of_its_cache(name):
+    run = packed_run(language(tiny("Llama")), codec_pair(name, 32), OPTIONS)
+    assert run.cache.kv.config["block"] == 32
+
+
+def test_a_block_without_a_codec_is_checked():
+    with pytest.raises(ValueError, match=r"^block must be a divisor or a multiple of 64"):
+        codec_pair("fp32", 3)
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "kivi4", "lm3/lm2", "bf16", "fp32"])
@@ -419,7 +425,7 @@ class TestWhatIsNotPossible:
         with pytest.raises(ValueError, match="fp16 is for tensors"):
             check_model_pair(model, codec_pair("fp16"), self.units(FED))
 
-    @pytest.mark.parametrize("name", ["sinks", "recent", "block", "chunk", "last"])
+    @pytest.mark.parametrize("name", ["sinks", "recent", "chunk", "last"])
     def test_options_are_whole_numbers(self, name):
         with pytest.raises(ValueError, match=f"^{name} must be a whole number"):
             ChunkOptions(**{name: -1})

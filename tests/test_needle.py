@@ -17,18 +17,16 @@ from kvcodec.evaluation import (
     codec_pair,
     make_needle_table,
     make_probes,
-    measure,
-    needle_rows,
-    needle_units,
     read_text,
     run_probes,
     wilson_interval,
 )
 from kvcodec.evaluation.language_model import packed_run
+from kvcodec.evaluation.measure import measure, needle_rows, needle_units
 from kvcodec.integrations.transformers import KVCodecCache
 
 pytestmark = pytest.mark.hf
-OPTIONS = ChunkOptions(**SMALL, chunk=16)
+OPTIONS = ChunkOptions(sinks=4, recent=8, chunk=16)
 TEXT = "The quick brown fox jumps over the lazy dog. " * 40
 LENGTH = 400
 

@@ -5,7 +5,6 @@ from kvcodec.evaluation.attention_quality import (
     check_pair,
     evaluate_attention,
 )
-from kvcodec.evaluation.cluster import check_scheduler, measure_on_cluster
 from kvcodec.evaluation.codecs import (
     DEFAULT_NAMES,
     MODEL_NAMES,
@@ -15,15 +14,6 @@ from kvcodec.evaluation.codecs import (
     codec_pair,
 )
 from kvcodec.evaluation.language_model import ChunkOptions, Predictions, evaluate_chunk
-from kvcodec.evaluation.measure import (
-    Unit,
-    check_model_pair,
-    chunk_units,
-    divergence_rows,
-    measure,
-    needle_rows,
-    needle_units,
-)
 from kvcodec.evaluation.model_quality import ModelQuality, summarize
 from kvcodec.evaluation.model_report import draw_model_plot, make_model_table, make_needle_table
 from kvcodec.evaluation.models import LanguageModel, cut_chunks, load_language_model, read_text
@@ -43,7 +33,6 @@ from kvcodec.evaluation.report import (
     to_json,
     write_file,
 )
-from kvcodec.evaluation.store import Store, file_digest
 from kvcodec.evaluation.tensors import Tensors, load_tensors, sample_tensors
 
 __all__ = [
@@ -59,33 +48,22 @@ __all__ = [
     "NeedleQuality",
     "Predictions",
     "Probes",
-    "Store",
     "Tensors",
-    "Unit",
-    "check_model_pair",
     "check_pair",
     "check_plot",
-    "check_scheduler",
     "check_writable",
-    "chunk_units",
     "codec_pair",
     "cut_chunks",
-    "divergence_rows",
     "draw_model_plot",
     "draw_plot",
     "evaluate_attention",
     "evaluate_chunk",
-    "file_digest",
     "load_language_model",
     "load_tensors",
     "make_model_table",
     "make_needle_table",
     "make_probes",
     "make_table",
-    "measure",
-    "measure_on_cluster",
-    "needle_rows",
-    "needle_units",
     "print_table",
     "read_text",
     "run_probes",

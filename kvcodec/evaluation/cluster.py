@@ -118,21 +118,21 @@ def measure_on_cluster(
             raise ValueError(f"scheduler {scheduler!r} cannot be reached: {error}.") from None
         tasks = {
             client.submit(
-                _run_task, os.path.abspath(path), unit, name, torch.get_num_threads(), pure=False
-            ): (unit, name)
-            for unit, names in missing
-            for name in names
+                _run_task, os.path.abspath(path), unit, pair, torch.get_num_threads(), pure=False
+            ): (unit, pair)
+            for unit, lacking in missing
+            for pair in lacking
         }
         for done, task in enumerate(as_completed(tasks), start=1):
-            unit, name = tasks[task]
+            unit, pair = tasks[task]
             try:
                 result = task.result()
             except KilledWorker:
                 raise ValueError(
-                    f"the workers that ran {name} on {unit.name} were lost again and again; they "
-                    "may lack memory."
+                    f"the workers that ran {pair.name} on {unit.name} were lost again and again; "
+                    "they may lack memory."
                 ) from None
-            keep_result(results, store, unit, name, result)
+            keep_result(results, store, unit, pair, result)
             if progress is not None:
                 progress(done / len(tasks))
     return results
@@ -143,10 +143,10 @@ def _model(path: str) -> LanguageModel:
     return load_language_model(path)
 
 
-def _run_task(path: str, unit: Unit, name: str, threads: int) -> dict[str, Any]:
+def _run_task(path: str, unit: Unit, pair: CodecPair, threads: int) -> dict[str, Any]:
     """What a worker does."""
     import torch
 
     torch.set_num_threads(threads)
-    [result] = unit.run(_model(path), [name], lambda: None)
+    [result] = unit.run(_model(path), [pair], lambda: None)
     return result

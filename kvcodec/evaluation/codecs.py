@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvcodec.cache_options import check_block
 from kvcodec.codec import PRESETS, Codec, codec
 
 __all__ = ["DEFAULT_NAMES", "MODEL_NAMES", "NEEDLE_NAMES", "VARIANTS", "CodecPair", "codec_pair"]
@@ -76,17 +77,20 @@ class CodecPair:
         The codec of each side; None in both is a number type without a codec.
     exact_dtype : {"float32", "bfloat16"} or None
         The number type, if it is one that a cache keeps tokens in.
+    exact_block : int, default 64
+        Tokens that leave the exact window as one unit where there is no codec to say so.
     """
 
     name: str
     key: Codec | None
     value: Codec | None
     exact_dtype: str | None = None
+    exact_block: int = Codec.block
 
     @property
     def block(self) -> int:
-        """Tokens that leave the exact window as one unit; float16 is counted in default blocks."""
-        return Codec.block if self.key is None else self.key.block
+        """Tokens that leave the exact window as one unit."""
+        return self.exact_block if self.key is None else self.key.block
 
     def check_head_dims(self, key_dim: int, value_dim: int) -> None:
         """Raise unless keys and values of so many channels can be encoded.
@@ -150,7 +154,7 @@ def codec_pair(name: str, block: int | None = None) -> CodecPair:
         ``unrotated`` (nor centered nor equalized), ``plain`` (neither centered nor equalized),
         ``centered`` (but not equalized), ``g128`` (groups of 128).
     block : int, optional
-        Tokens that are packed at a time, by default those of the codec.
+        Tokens that are packed at a time, by default those of the codec, 64.
 
     Returns
     -------
@@ -160,7 +164,8 @@ def codec_pair(name: str, block: int | None = None) -> CodecPair:
     Raises
     ------
     ValueError
-        If it is no such name, or the word does not apply to the preset or changes nothing.
+        If it is no such name, the word does not apply to the preset or changes nothing, or such a
+        block is not possible.
 
     Examples
     --------
@@ -170,7 +175,8 @@ def codec_pair(name: str, block: int | None = None) -> CodecPair:
     """
     presets, _, variant = " ".join(name.split()).partition(" ")
     if presets in (HALF_PRECISION, *EXACT) and not variant:
-        return CodecPair(presets, None, None, EXACT.get(presets))
+        exact_block = Codec.block if block is None else check_block(block)
+        return CodecPair(presets, None, None, EXACT.get(presets), exact_block)
     sides = presets.split("/")
     if len(sides) > 2 or not set(sides) <= set(PRESETS) or variant not in ("", *VARIANTS):
         raise ValueError(

@@ -31,8 +31,6 @@ class ChunkOptions:
     ----------
     sinks, recent : int
         Exact tokens at the beginning, and of the newest.
-    block : int or None
-        Tokens that are packed at a time; None leaves it to the codec.
     chunk : int
         Tokens that are fed in one forward pass.
     last : int or None
@@ -41,16 +39,14 @@ class ChunkOptions:
 
     sinks: int = 4
     recent: int = 32
-    block: int | None = None
     chunk: int = 128
     last: int | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("sinks", 0), ("recent", 0), ("chunk", 1)):
             _validate.integer(getattr(self, name), name, least)
-        for name in ("block", "last"):
-            if getattr(self, name) is not None:
-                _validate.integer(getattr(self, name), name, 1)
+        if self.last is not None:
+            _validate.integer(self.last, "last", 1)
 
 
 @dataclass(eq=False)
@@ -95,19 +91,29 @@ class Predictions:
 
     @classmethod
     def of(cls, pair: CodecPair, config: Mapping[str, Any]) -> Predictions:
-        """Those of a codec pair before anything was predicted.
+        """Of a pair of codecs before anything was predicted.
 
         Parameters
         ----------
         pair : CodecPair
             The codecs.
         config : mapping
-            The `KVCache.config` of the cache that they are used in.
+            `KVCache.config` of a cache that was made with them.
 
         Returns
         -------
         Predictions
-            With bits and bytes, and no prediction.
+            With names, bits and bytes, and without a prediction.
+
+        Examples
+        --------
+        >>> import kvcodec as kv
+        >>> from kvcodec.evaluation import Predictions, codec_pair
+        >>> pair = codec_pair("int4 plain")
+        >>> cache = kv.KVCache(2, num_kv_heads=4, head_dim=64, key=pair.key, value=pair.value)
+        >>> predictions = Predictions.of(pair, cache.config)
+        >>> predictions.bits_per_value, predictions.bytes_per_token
+        (4.25, 544.0)
         """
         bits = values = 0.0
         for heads, key_dim, value_dim in zip(
@@ -120,12 +126,12 @@ class Predictions:
         return cls(pair.name, key, value, bits / values, bits / 8)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as a dict that JSON can hold.
+        """As plain numbers and lists.
 
         Returns
         -------
         dict
-            Names of the attributes and their values.
+            The attributes by name, as JSON can hold them.
         """
         return asdict(self)
 
@@ -233,6 +239,25 @@ def evaluate_chunk(
     ------
     ValueError
         If a codec does not fit the model.
+
+    Examples
+    --------
+    A model with random weights, and a token for each byte:
+
+    >>> import transformers
+    >>> from kvcodec.evaluation import ChunkOptions, LanguageModel, codec_pair, evaluate_chunk
+    >>> config = transformers.LlamaConfig(
+    ...     vocab_size=384, hidden_size=128, intermediate_size=64, num_hidden_layers=2,
+    ...     num_attention_heads=4, num_key_value_heads=2,
+    ... )
+    >>> model = LanguageModel(
+    ...     transformers.LlamaForCausalLM(config).eval(), transformers.ByT5Tokenizer(), "random"
+    ... )
+    >>> tokens = model.encode("One token a byte, so this is a chunk of 122 tokens. " * 3)[:123]
+    >>> pairs = [codec_pair("int8"), codec_pair("int2")]
+    >>> int8, int2 = evaluate_chunk(model, tokens, pairs, ChunkOptions())
+    >>> len(int8.kl), sum(int8.kl) < sum(int2.kl)
+    (122, True)
     """
     fed = len(tokens) - 1
     counted = fed if options.last is None else min(options.last, fed)

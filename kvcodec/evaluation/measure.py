@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvcodec.evaluation.codecs import CodecPair, codec_pair
+from kvcodec.evaluation.codecs import CodecPair
 from kvcodec.evaluation.language_model import (
     ChunkOptions,
     Predictions,
@@ -34,7 +34,6 @@ __all__ = [
 ]
 
 Results = dict[tuple[str, str], dict[str, Any]]
-Runner = Callable[["Unit", Sequence[str]], list[dict[str, Any]]]
 EXACT_NAME = "fp32"
 
 
@@ -69,7 +68,7 @@ class Unit:
         return len(pieces(self.tokens, self.options.chunk))
 
     def run(
-        self, model: LanguageModel, codecs: Sequence[str], advance: Callable[[], None]
+        self, model: LanguageModel, pairs: Sequence[CodecPair], advance: Callable[[], None]
     ) -> list[dict[str, Any]]:
         """Run it with some codecs.
 
@@ -77,8 +76,8 @@ class Unit:
         ----------
         model : LanguageModel
             The model.
-        codecs : sequence of str
-            Names of codec pairs.
+        pairs : sequence of CodecPair
+            The codecs.
         advance : callable
             Is called after each step of each codec.
 
@@ -92,7 +91,6 @@ class Unit:
         ValueError
             If a codec does not fit the model.
         """
-        pairs = [codec_pair(name, self.options.block) for name in codecs]
         if not isinstance(self.work, Probes):
             found = evaluate_chunk(model, self.work, pairs, self.options, advance)
             return [predictions.to_dict() for predictions in found]
@@ -102,51 +100,51 @@ class Unit:
 
 
 def chunk_units(chunks: Sequence[list[int]], options: ChunkOptions) -> list[Unit]:
-    """A unit for each chunk of `cut_chunks`.
+    """A unit for each chunk of a text.
 
     Parameters
     ----------
     chunks : sequence of list of int
-        The tokens of each chunk.
+        Of `cut_chunks`.
     options : ChunkOptions
         How they are run.
 
     Returns
     -------
     list of Unit
-        One for each chunk.
+        One for each chunk, in order.
 
     Examples
     --------
-    >>> from kvcodec.evaluation import ChunkOptions, chunk_units, cut_chunks
-    >>> chunks = cut_chunks(range(1000), first=[1], length=100, count=2)
-    >>> [(unit.name, unit.tokens) for unit in chunk_units(chunks, ChunkOptions())]
-    [('chunk 0', 100), ('chunk 1', 100)]
+    >>> from kvcodec.evaluation import ChunkOptions
+    >>> from kvcodec.evaluation.measure import chunk_units
+    >>> [(unit.name, unit.tokens) for unit in chunk_units([[1, 2, 3]], ChunkOptions())]
+    [('chunk 0', 2)]
     """
     return [Unit(f"chunk {index}", chunk, options) for index, chunk in enumerate(chunks)]
 
 
 def needle_units(probes: Sequence[Probes], options: ChunkOptions) -> list[Unit]:
-    """A unit for each depth of `make_probes`.
+    """A unit for each depth.
 
     Parameters
     ----------
     probes : sequence of Probes
-        Probes of each depth.
+        Of `make_probes`, of one or more lengths.
     options : ChunkOptions
         How they are run.
 
     Returns
     -------
     list of Unit
-        One for each depth.
+        One for each depth, in order.
 
     Examples
     --------
-    >>> from kvcodec.evaluation import ChunkOptions, Probes, needle_units
-    >>> probes = Probes(6, 0.5, prefix=[1, 2, 3], rests=[[4, 5, 6, 7]], code_tokens=[1])
-    >>> needle_units([probes], ChunkOptions())[0].name
-    'length 6, depth 0.500000'
+    >>> from kvcodec.evaluation import ChunkOptions, Probes
+    >>> from kvcodec.evaluation.measure import needle_units
+    >>> [unit.name for unit in needle_units([Probes(512, 0.25, [], [], [])], ChunkOptions())]
+    ['length 512, depth 0.250000']
     """
     return [Unit(f"length {each.length}, depth {each.depth:.6f}", each, options) for each in probes]
 
@@ -215,7 +213,7 @@ def measure(
         If a codec does not fit the model.
     """
     results, missing = stored_results(units, pairs, store)
-    steps = sum(unit.steps * len(names) for unit, names in missing)
+    steps = sum(unit.steps * len(lacking) for unit, lacking in missing)
     done = 0
 
     def advance() -> None:
@@ -224,39 +222,39 @@ def measure(
         if progress is not None:
             progress(done / steps)
 
-    for unit, names in missing:
-        found = unit.run(model, names, advance)
-        for name, result in zip(names, found, strict=True):
-            keep_result(results, store, unit, name, result)
+    for unit, lacking in missing:
+        found = unit.run(model, lacking, advance)
+        for pair, result in zip(lacking, found, strict=True):
+            keep_result(results, store, unit, pair, result)
     return results
 
 
 def stored_results(
     units: Sequence[Unit], pairs: Sequence[CodecPair], store: Store | None
-) -> tuple[Results, list[tuple[Unit, list[str]]]]:
-    """What a store has already, and the names of the codecs that each unit lacks."""
+) -> tuple[Results, list[tuple[Unit, list[CodecPair]]]]:
+    """What a store has already, and the codecs that each unit lacks."""
     results: Results = {}
     missing = []
     for unit in units:
-        names = []
+        lacking = []
         for pair in pairs:
             found = None if store is None else store.get(f"{unit.name}, {pair.name}")
             if found is None:
-                names.append(pair.name)
+                lacking.append(pair)
             else:
                 results[unit.name, pair.name] = found
-        if names:
-            missing.append((unit, names))
+        if lacking:
+            missing.append((unit, lacking))
     return results, missing
 
 
 def keep_result(
-    results: Results, store: Store | None, unit: Unit, name: str, result: dict[str, Any]
+    results: Results, store: Store | None, unit: Unit, pair: CodecPair, result: dict[str, Any]
 ) -> None:
     """Add a result, and store it."""
-    results[unit.name, name] = result
+    results[unit.name, pair.name] = result
     if store is not None:
-        store.put(f"{unit.name}, {name}", result)
+        store.put(f"{unit.name}, {pair.name}", result)
 
 
 def divergence_rows(

@@ -118,12 +118,13 @@ def summarize(
     --------
     >>> from kvcodec.evaluation import ChunkOptions, Predictions, summarize
     >>> predictions = Predictions(
-    ...     "int4", None, None, 4.25, 1000.0, kl=[0.01, 0.03], same_top=[True, False],
-    ...     exact_log_probability=[-1.0, -2.0], log_probability=[-1.0, -2.2], tokens=2, seconds=0.5,
+    ...     "int4", None, None, bits_per_value=4.25, bytes_per_token=544.0, kl=[0.125, 0.375],
+    ...     same_top=[True, False], exact_log_probability=[-1.0, -2.0],
+    ...     log_probability=[-1.5, -2.5], tokens=2, seconds=0.5,
     ... )
-    >>> row = summarize("model", [predictions], ChunkOptions(), block=64, seed=0)
-    >>> round(row.mean_kl, 3), row.same_top, round(row.perplexity_ratio, 3)
-    (0.02, 0.5, 1.105)
+    >>> quality = summarize("model", [predictions], ChunkOptions(), block=64, seed=0)
+    >>> quality.mean_kl, quality.same_top, round(quality.perplexity_ratio, 3)
+    (0.25, 0.5, 1.649)
     """
     kl = _joined(chunks, "kl")
     exact, quantized = _joined(chunks, "exact_log_probability"), _joined(chunks, "log_probability")

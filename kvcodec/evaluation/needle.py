@@ -164,6 +164,17 @@ def make_probes(
     ------
     ValueError
         If the text or the length is too short.
+
+    Examples
+    --------
+    Only the tokenizer is used, here one with a token for each byte:
+
+    >>> import transformers
+    >>> from kvcodec.evaluation import LanguageModel, make_probes, read_text
+    >>> model = LanguageModel(None, transformers.ByT5Tokenizer(), "bytes")
+    >>> probes = make_probes(model, read_text(), 400, 20, seed=0)
+    >>> len(probes), [len(each.rests) for each in probes[:2]]
+    (10, [2, 2])
     """
     rng = np.random.default_rng([seed, length])
     tokens = model.encode(text)
@@ -254,6 +265,25 @@ def run_probes(
     ------
     ValueError
         If a codec does not fit the model.
+
+    Examples
+    --------
+    A model with random weights finds nothing:
+
+    >>> import transformers
+    >>> from kvcodec.evaluation import (
+    ...     ChunkOptions, LanguageModel, codec_pair, make_probes, read_text, run_probes,
+    ... )
+    >>> config = transformers.LlamaConfig(
+    ...     vocab_size=384, hidden_size=128, intermediate_size=64, num_hidden_layers=2,
+    ...     num_attention_heads=4, num_key_value_heads=2,
+    ... )
+    >>> model = LanguageModel(
+    ...     transformers.LlamaForCausalLM(config).eval(), transformers.ByT5Tokenizer(), "random"
+    ... )
+    >>> [probes] = make_probes(model, read_text(), 400, 1, seed=0)
+    >>> run_probes(model, probes, codec_pair("int4"), ChunkOptions())
+    [False]
     """
     shared = packed_run(model, pair, options)
     for start, stop in pieces(len(probes.prefix), options.chunk):

@@ -36,7 +36,7 @@ class Store:
     Examples
     --------
     >>> import tempfile
-    >>> from kvcodec.evaluation import Store
+    >>> from kvcodec.evaluation.store import Store
     >>> with tempfile.TemporaryDirectory() as directory:
     ...     Store(directory, {"tokens": 512}).put("chunk 0, int4", {"kl": [0.25]})
     ...     Store(directory, {"tokens": 512}).get("chunk 0, int4")
@@ -60,7 +60,7 @@ class Store:
         write_file(path, json.dumps(about, indent=2).encode())
 
     def get(self, name: str) -> Any:
-        """The result of a piece.
+        """The result of a piece, or None if it is not finished.
 
         Parameters
         ----------
@@ -69,13 +69,15 @@ class Store:
 
         Returns
         -------
-        object or None
-            What was put under this name; None if it is not finished.
+        object
+            What was put, or None.
 
         Raises
         ------
         ValueError
             If its file is damaged.
+        OSError
+            If its file cannot be read.
         """
         path = self._path(name)
         if not path.is_file():
@@ -93,12 +95,12 @@ class Store:
         name : str
             The name of the piece.
         result : object
-            What JSON can hold.
+            What it gave, as JSON can hold it.
 
         Raises
         ------
         OSError
-            If it cannot be written.
+            If its file cannot be written.
         """
         write_file(self._path(name), json.dumps({"name": name, "result": result}).encode())
 
@@ -148,7 +150,7 @@ def file_digest(path: str | os.PathLike[str]) -> str:
     Examples
     --------
     >>> import os, tempfile
-    >>> from kvcodec.evaluation import file_digest
+    >>> from kvcodec.evaluation.store import file_digest
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     file_digest(folder)[:8]
     'e3b0c442'

@@ -196,15 +196,13 @@ class KVCodecCache(transformers.Cache):
         Raises
         ------
         ValueError
-            If there are not so many tokens, or a sliding window would need tokens that are gone, or
-            if assisted decoding takes back more than `rollback`; the cache is then as it was.
+            If it is no such number, there are not so many tokens, a sliding window would need
+            tokens that are gone, or assisted decoding takes back more than `rollback`; the cache is
+            then as it was.
         """
         held = self._columns()
         longest = max(layer.columns.count for layer in self.layers)
-        if not -held <= tokens_to_remove <= 0:
-            raise ValueError(
-                f"tokens_to_remove must lie from {-held} to 0, but {tokens_to_remove} was given."
-            )
+        tokens_to_remove = _validate.integer(tokens_to_remove, "tokens_to_remove", -held, 0)
         kept = held + tokens_to_remove
         if self.layers[0].record_past and held - kept > self.rollback:
             raise ValueError(
