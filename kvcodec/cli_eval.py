@@ -205,14 +205,13 @@ def evaluate(context: click.Context, /, **options: Any) -> None:
     check_files(json_file, plot_file)
     inputs = {name: options[name] for name in ("tensors_file", "text")}
     check_distinct(**inputs, json_file=json_file, plot_file=plot_file)
-    if options["model"] is None:
-        rows, table, draw = _on_tensors(options)
-    elif options["task"] == NEEDLE:
-        rows, table, draw = _needle(options)
+    if options["model"] is not None and options["task"] == NEEDLE:
+        rows, table = _needle(options)
     else:
-        rows, table, draw = _divergence(options)
-    if plot_file is not None:
-        draw(plot_file)
+        run = _on_tensors if options["model"] is None else _divergence
+        rows, table, draw = run(options)
+        if plot_file is not None:
+            draw(plot_file)
     if json_file is not None:
         write_json(evaluation.to_json(rows), json_file)
     if json_file != STANDARD_OUTPUT:
@@ -338,7 +337,7 @@ def _divergence(options: dict[str, Any]) -> tuple[Any, Any, Callable[[str], None
     return rows, table, lambda file: evaluation.draw_model_plot(rows, file)
 
 
-def _needle(options: dict[str, Any]) -> tuple[Any, Any, Callable[[str], None]]:
+def _needle(options: dict[str, Any]) -> tuple[Any, Any]:
     from kvcodec import evaluation
     from kvcodec.evaluation.measure import needle_rows, needle_units
 
@@ -354,7 +353,7 @@ def _needle(options: dict[str, Any]) -> tuple[Any, Any, Callable[[str], None]]:
     about = {"task": NEEDLE, "lengths": list(options["lengths"]), "probes": count, "seed": seed}
     pairs, results = _measure(options, model, units, pairs, text, about)
     rows = needle_rows(model, results, units, pairs, seed)
-    return rows, evaluation.make_needle_table(rows), lambda file: None
+    return rows, evaluation.make_needle_table(rows)
 
 
 def _begin(options: dict[str, Any]) -> tuple[LanguageModel, str, Any]:

@@ -329,6 +329,16 @@ def test_a_store_keeps_names_apart(tmp_path):
         Store(tmp_path / "new" / "store", {"a": 2})
 
 
+@pytest.mark.parametrize("change", [{"result": 5}, {"result": {"kl": [0.5]}}, {"name": "other"}])
+def test_a_store_tells_damage_that_is_json(tmp_path, change):
+    store = Store(tmp_path / "store", {})
+    store.put("piece", {"kl": [0.25]})
+    [file] = [file for file in (tmp_path / "store").iterdir() if file.name.startswith("piece")]
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(ValueError, match=r"^resume holds the damaged file .*; delete it\.$"):
+        store.get("piece")
+
+
 def test_digests_see_names_and_contents(tmp_path):
     seen = {file_digest(tmp_path)}
     (tmp_path / "a").write_text("x")

@@ -211,6 +211,22 @@ def test_assisted_decoding_needs_rollback():
         generate(model, ids, cache_of(model, rollback=1), assistant_model=assistant)
 
 
+def test_assisted_decoding_is_forgotten_by_reset_and_kept_by_copies():
+    model = packed(tiny("Llama"))
+    cache = cache_of(model, rollback=3)
+    cache.activate_past_recording()
+    logits(model, prompt(20), cache=cache)
+    copied = cache.copy()
+    for each in (cache, copied):
+        with pytest.raises(ValueError, match=r"assisted decoding takes back, 4, but is 3"):
+            each.crop(-4)
+    cache.reset()
+    logits(model, prompt(20), cache=cache)
+    cache.crop(-4)
+    assert cache.get_seq_length() == 16
+    assert copied.is_recording_past(0)
+
+
 @pytest.mark.parametrize("count", [-21, 1, -1.5, None, True, "-1"])
 def test_crop_has_bounds(count):
     model = packed(tiny("Llama"))

@@ -545,7 +545,8 @@ INLINE vint nearest(vfloat x)
 #endif
 }
 
-/* x = n ln 2 + r for x >= -87, with ln 2 in two parts and |r| < 0.35; returns 2^n. */
+/* x = n ln 2 + r with ln 2 in two parts; |r| < 0.35; returns 2^n. Both hold for x from -87 to 88;
+   what comes of smaller x means nothing, so callers mask it or raise x to -87 first. */
 INLINE vfloat reduce_ln2(vfloat x, vfloat *r)
 {
     const vint whole = nearest(x * 1.44269504f);

@@ -15,7 +15,9 @@
 /* A tile is 64 floats of one row: scores, then probabilities. */
 enum { TILE_VECTORS = 64 / LANES };
 
-/* Probabilities stay below exp(8), about 3,000. */
+/* Probabilities stay below exp(8), about 3,000, as long as |largest| < 2^27. From there on
+   floats are 16 or more apart and the sum rounds: to `largest`, or to the float 16 above it, so that
+   the bound is exp(16). */
 #define SLACK 8.0f
 
 INLINE float largest_lane(vfloat v)

@@ -83,9 +83,10 @@ class Store:
         if not path.is_file():
             return None
         stored = _read(path)
-        if not isinstance(stored, dict) or stored.get("name") != name or "result" not in stored:
+        result = stored.get("result") if isinstance(stored, dict) else None
+        if stored != _sealed(name, result):
             raise ValueError(f"resume holds the damaged file {path}; delete it.")
-        return stored["result"]
+        return result
 
     def put(self, name: str, result: Any) -> None:
         """Keep the result of a piece: as a whole, or not at all.
@@ -102,12 +103,18 @@ class Store:
         OSError
             If its file cannot be written.
         """
-        write_file(self._path(name), json.dumps({"name": name, "result": result}).encode())
+        write_file(self._path(name), json.dumps(_sealed(name, result)).encode())
 
     def _path(self, name: str) -> Path:
         """A file that tells whose it is; the digest makes names that look alike differ."""
         readable = "".join(letter if letter.isalnum() else "-" for letter in name)
         return self._directory / f"{readable}-{hashlib.sha256(name.encode()).hexdigest()[:8]}.json"
+
+
+def _sealed(name: str, result: Any) -> dict[str, Any]:
+    """What the file of a result holds, with a digest that tells damage which still is JSON."""
+    text = json.dumps([name, result])
+    return {"name": name, "result": result, "sha256": hashlib.sha256(text.encode()).hexdigest()}
 
 
 def _read(path: Path) -> Any:

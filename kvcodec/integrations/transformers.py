@@ -197,8 +197,8 @@ class KVCodecCache(transformers.Cache):
         ------
         ValueError
             If it is no such number, there are not so many tokens, a sliding window would need
-            tokens that are gone, or assisted decoding takes back more than `rollback`; the cache is
-            then as it was.
+            tokens that are gone, or assisted decoding, since the last `reset`, takes back more than
+            `rollback`; the cache is then as it was.
         """
         held = self._columns()
         longest = max(layer.columns.count for layer in self.layers)
@@ -212,7 +212,7 @@ class KVCodecCache(transformers.Cache):
         if kept == longest:
             return
         if kept == 0:
-            self.reset()
+            self._forget()
             return
         columns = [layer.columns.cropped(kept) for layer in self.layers]
         self.kv.crop(columns[0].lengths(self.kv.batch))
@@ -220,7 +220,12 @@ class KVCodecCache(transformers.Cache):
             layer.columns = seen
 
     def reset(self) -> None:
-        """Forget all tokens; the next batch may have another size."""
+        """Forget all tokens and assisted decoding; the next batch may have another size."""
+        self._forget()
+        for layer in self.layers:
+            layer.record_past = False
+
+    def _forget(self) -> None:
         self.kv.reset()
         for layer in self.layers:
             layer.columns = Columns()
@@ -280,7 +285,7 @@ class KVCodecCache(transformers.Cache):
             layer.columns = layer.columns.rows(indices)
 
     def activate_past_recording(self) -> None:
-        """Assisted decoding says by this that it will take tokens back.
+        """Assisted decoding says by this that it will take tokens back; it holds until `reset`.
 
         Raises
         ------
@@ -310,6 +315,7 @@ class KVCodecCache(transformers.Cache):
         copied._hold(self.kv.copy(), self._exact_dtype, self._model_type)
         for layer, own in zip(copied.layers, self.layers, strict=True):
             layer.columns = own.columns.cropped(own.columns.count)
+            layer.record_past = own.record_past
         return copied
 
     def __copy__(self) -> KVCodecCache:
