@@ -6,6 +6,7 @@ Importing this module registers the attention function "kvcodec" with Transforme
 from __future__ import annotations
 
 import json
+import operator
 import os
 import zlib
 from collections import abc
@@ -145,6 +146,16 @@ class KVCodecCache(transformers.Cache):
         if (config["batch"], config["exact_dtype"]) != (batch, exact_dtype):
             self.kv = KVCache(**{**config, "batch": batch, "exact_dtype": exact_dtype})
 
+    def _check_even(self) -> None:
+        """Raise unless every layer has seen as many columns."""
+        counts = [layer.columns.count for layer in self.layers]
+        if min(counts) != max(counts):
+            raise ValueError(
+                f"cache must hold as many tokens in every layer, but a forward pass was "
+                f"interrupted and layers hold {min(counts)} to {max(counts)}; crop(0) makes them "
+                "equal."
+            )
+
     # What it holds
 
     @property
@@ -192,9 +203,16 @@ class KVCodecCache(transformers.Cache):
         Raises
         ------
         ValueError
-            If there are not so many tokens, or a sliding window would need tokens that are gone, or
-            if assisted decoding takes back more than `rollback`; the cache is then as it was.
+            If it is no whole number, or there are not so many tokens, or a sliding window would
+            need tokens that are gone, or if assisted decoding takes back more than `rollback`; the
+            cache is then as it was.
         """
+        try:
+            tokens_to_remove = operator.index(tokens_to_remove)
+        except TypeError:
+            raise ValueError(
+                f"tokens_to_remove must be a whole number, but {tokens_to_remove!r} was given."
+            ) from None
         held = self._columns()
         longest = max(layer.columns.count for layer in self.layers)
         if not -held <= tokens_to_remove <= 0:
