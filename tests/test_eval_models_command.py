@@ -1,6 +1,7 @@
 """The command `kvcodec eval --model`: what it prints, what it refuses, how it goes on."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -181,6 +182,20 @@ def test_errors_about_the_model_are_one_line(fails, model, tmp_path):
     assert "text must have at least" in fails("--model", model, "--text", short)
     assert "lengths must leave room" in fails("--model", model, "--task", "needle", "--lengths", 20)
     assert "cannot be loaded" in fails("--model", tmp_path)
+    many = ("--sinks", 10**12, "--codec", "fp32")
+    assert "exact tokens that fit into memory" in fails("--model", model, *many)
+
+
+@hf
+def test_a_model_that_lacks_weights_is_refused(fails, model, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    folder = shutil.copytree(model, tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    lacking = "model.layers.0.mlp.up_proj.weight"
+    del weights[lacking]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert f"lacks 1 of its weights, {lacking} among them" in fails("--model", folder, *FAST)
 
 
 @pytest.mark.parametrize(

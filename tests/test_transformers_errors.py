@@ -181,6 +181,36 @@ def test_the_config_of_another_model():
         logits(packed(tiny("Mistral")), prompt(20), cache=KVCodecCache(model.config))
 
 
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_model_with_another_number_of_layers(layers):
+    model = packed(tiny("Llama", num_hidden_layers=layers))
+    cache = cache_of(tiny("Llama"))
+    with pytest.raises(ValueError, match=f"cache has 2 layers, but the model {layers}"):
+        logits(model, prompt(20), cache=cache)
+    assert (cache.kv.seq_lengths == 0).all()
+    assert [layer.columns.count for layer in cache.layers] == [0, 0]
+
+
+def test_attempts_after_an_interrupted_pass_append_nothing():
+    model = packed(tiny("Llama"))
+    cache = cache_of(model)
+    logits(model, prompt(20), cache=cache)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    hook = model.model.layers[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        logits(model, prompt(5), cache=cache)
+    hook.remove()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"layers hold 20 to 25; crop\(0\)"):
+            logits(model, prompt(5), cache=cache)
+    assert [layer.columns.count for layer in cache.layers] == [25, 20]
+    cache.crop(0)
+    assert [layer.columns.count for layer in cache.layers] == [20, 20]
+
+
 def test_a_batch_of_another_size():
     model = packed(tiny("Llama"))
     cache = cache_of(model)
@@ -267,6 +297,26 @@ def test_rows_of_an_interrupted_first_pass():
     cache.batch_repeat_interleave(2)
     assert cache.batch_size == 2
     assert (cache.kv.seq_lengths == [[20, 20], [0, 0]]).all()
+
+
+@pytest.mark.parametrize("count", [None, -1.0, "-1"])
+def test_crop_takes_whole_numbers(count):
+    model = packed(tiny("Llama"))
+    cache = cache_of(model)
+    logits(model, prompt(20), cache=cache)
+    with pytest.raises(ValueError, match="tokens_to_remove must be a whole number"):
+        cache.crop(count)
+    assert cache.get_seq_length() == 20
+
+
+def test_crop_takes_a_tensor_with_one_number():
+    model, ids = packed(tiny("Llama")), prompt(20)
+    cache, other = cache_of(model, rollback=2), cache_of(model, rollback=2)
+    for each, count in ((cache, torch.tensor(-2)), (other, -2)):
+        logits(model, ids, cache=each)
+        each.crop(count)
+    assert type(cache.get_seq_length()) is int
+    assert torch.equal(logits(model, ids, cache=cache), logits(model, ids, cache=other))
 
 
 def test_a_ring_cannot_be_cropped_beyond_what_is_there():

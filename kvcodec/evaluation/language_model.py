@@ -202,6 +202,11 @@ def packed_run(model: LanguageModel, pair: CodecPair, options: ChunkOptions) -> 
         )
     except ValueError as error:
         raise ValueError(f"{pair.name} cannot be evaluated on this model: {error}") from None
+    except MemoryError:
+        raise ValueError(
+            f"sinks and recent must be exact tokens that fit into memory, but sinks="
+            f"{options.sinks} and recent={options.recent} were given."
+        ) from None
     return Run(model.model, "kvcodec", cache)
 
 

@@ -108,13 +108,19 @@ def load_language_model(path: str | os.PathLike[str]) -> LanguageModel:
     try:
         with _quiet(transformers):
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                folder, dtype=torch.float32, **options
+            model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.float32, output_loading_info=True, **options
             )
     # Readers of models raise whatever a damaged or foreign file leads to.
     except Exception as error:
         reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
         raise ValueError(f"model {str(path)!r} cannot be loaded: {reason}.") from error
+    # Transformers would run the model with random numbers in their place.
+    if missing := sorted(loading["missing_keys"]):
+        raise ValueError(
+            f"model {str(path)!r} cannot be loaded: it lacks {len(missing)} of its weights, "
+            f"{missing[0]} among them."
+        )
     KVCodecCache(model.config)
     return LanguageModel(model.eval(), tokenizer, path.resolve().name)
 

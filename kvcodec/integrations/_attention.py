@@ -138,6 +138,7 @@ def attention(
     """
     layer = _layer_of(key, value)
     _check_call(module, dropout, is_causal, others)
+    _check_layers(module, len(layer.owner.layers))
     columns = _checked_columns(attention_mask, layer)
     _check_positions(position_ids, columns)
     result = layer.append_attend(
@@ -218,6 +219,14 @@ def _check_call(
                 f'{name} must be left out with attention "kvcodec", which does not know it, but '
                 f"{type(given).__name__} was given."
             )
+
+
+def _check_layers(module: torch.nn.Module, held: int) -> None:
+    count = getattr(getattr(module, "config", None), "num_hidden_layers", held)
+    if count != held:
+        raise ValueError(
+            f"config must be that of the model: cache has {held} layers, but the model {count}."
+        )
 
 
 def _checked_columns(columns: Any, layer: KVCodecLayer) -> NewColumns:

@@ -58,6 +58,8 @@ class KVCodecLayer(transformers.cache_utils.CacheLayerMixin):
         self, q: Floats, k: Floats, v: Floats, columns: NewColumns, **options: Any
     ) -> Floats | AttentionResult:
         """What the attention function calls."""
+        if not self.index:  # a later layer would notice when the first ones have grown again
+            self.owner._check_even()
         self.columns.check(columns)
         result = self.owner.kv.append_attend(
             self.index, q, k, v, window=self.window, lengths=columns.lengths, **options

@@ -6,9 +6,11 @@ Importing this module registers the attention function "kvcodec" with Transforme
 from __future__ import annotations
 
 import json
+import operator
 import os
 import zlib
 from collections import abc
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -145,6 +147,16 @@ class KVCodecCache(transformers.Cache):
         if (config["batch"], config["exact_dtype"]) != (batch, exact_dtype):
             self.kv = KVCache(**{**config, "batch": batch, "exact_dtype": exact_dtype})
 
+    def _check_even(self) -> None:
+        """Raise unless every layer has seen as many columns."""
+        counts = [layer.columns.count for layer in self.layers]
+        if min(counts) != max(counts):
+            raise ValueError(
+                f"cache must hold as many tokens in every layer, but a forward pass was "
+                f"interrupted and layers hold {min(counts)} to {max(counts)}; crop(0) makes them "
+                "equal."
+            )
+
     # What it holds
 
     @property
@@ -200,6 +212,8 @@ class KVCodecCache(transformers.Cache):
             tokens that are gone, or assisted decoding, since the last `reset`, takes back more than
             `rollback`; the cache is then as it was.
         """
+        with suppress(TypeError):  # of a tensor with one number, as assisted decoding gives it
+            tokens_to_remove = operator.index(tokens_to_remove)
         held = self._columns()
         longest = max(layer.columns.count for layer in self.layers)
         tokens_to_remove = _validate.integer(tokens_to_remove, "tokens_to_remove", -held, 0)
