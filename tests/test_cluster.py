@@ -21,9 +21,9 @@ from kvcodec.evaluation import (
     make_probes,
     read_text,
 )
-from kvcodec.evaluation.cluster import measure_on_cluster
+from kvcodec.evaluation.cluster import _model, measure_on_cluster
 from kvcodec.evaluation.measure import chunk_units, measure, needle_units
-from kvcodec.evaluation.store import Store
+from kvcodec.evaluation.store import Store, file_digest
 
 pytestmark = [
     pytest.mark.hf,
@@ -99,3 +99,30 @@ def test_a_scheduler_that_does_not_answer(folder, units, monkeypatch):
     monkeypatch.setattr("kvcodec.evaluation.cluster.SECONDS_TO_CONNECT", 1)
     with pytest.raises(ValueError, match=r"^scheduler 'tcp://127.0.0.1:9' cannot be reached: "):
         measure_on_cluster("tcp://127.0.0.1:9", folder, units, PAIRS)
+
+
+def test_a_scheduler_that_is_lost(folder, units, monkeypatch):
+    monkeypatch.setattr("kvcodec.evaluation.cluster.SECONDS_TO_CONNECT", 1)
+    with LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=None) as lost:
+        address = lost.scheduler_address
+        with pytest.raises(ValueError, match=r"^scheduler 'tcp:.*' was lost, or has cancelled"):
+            measure_on_cluster(address, folder, units, PAIRS, progress=lambda _: lost.close())
+
+
+def test_no_cluster_is_started_for_what_is_stored(folder, model, units, tmp_path, monkeypatch):
+    store = Store(tmp_path / "results", {})
+    expected = measure(model, units[:1], PAIRS, store=store)
+    monkeypatch.setattr("distributed.LocalCluster", None)
+    assert measure_on_cluster("local:1", folder, units[:1], PAIRS, store=store) == expected
+
+
+def test_a_worker_sees_that_the_model_has_changed(tmp_path):
+    folder = saved(tmp_path / "model")
+    first = file_digest(folder)
+    loaded = _model(str(folder), first)
+    assert _model(str(folder), first) is loaded
+    (folder / "note").write_text("changed")
+    changed = file_digest(folder)
+    with pytest.raises(ValueError, match=f"has the digest {changed[:8]} instead of {'0' * 8}"):
+        _model(str(folder), "0" * 64)
+    assert _model(str(folder), changed) is not loaded

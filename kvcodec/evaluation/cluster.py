@@ -1,13 +1,14 @@
 """Measurements on the workers of a Dask cluster: one task for each unit and codec.
 
-Every worker loads the model from the same path and keeps it. Dask gives the tasks of a lost worker
-to another.
+Every worker loads the model from the same path, where it must be the same, and keeps it. Dask
+gives the tasks of a lost worker to another.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
 from contextlib import ExitStack
 from functools import lru_cache
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 from kvcodec.evaluation.codecs import CodecPair
 from kvcodec.evaluation.measure import Results, Unit, keep_result, stored_results
 from kvcodec.evaluation.models import LanguageModel, load_language_model
-from kvcodec.evaluation.store import Store
+from kvcodec.evaluation.store import Store, file_digest
 
 __all__ = ["check_scheduler", "measure_on_cluster"]
 
@@ -98,13 +99,20 @@ def measure_on_cluster(
     Raises
     ------
     ValueError
-        If the scheduler does not answer, or a task cannot be run.
+        If the scheduler does not answer or is lost, a worker finds another model, or a task cannot
+        be run.
+    OSError
+        If the model or the store cannot be read.
     """
     workers = check_scheduler(scheduler)
     import torch
     from distributed import Client, KilledWorker, LocalCluster, as_completed
 
     results, missing = stored_results(units, pairs, store)
+    if not missing:
+        return results
+    path = os.path.abspath(path)
+    digest = file_digest(path)
     with ExitStack() as stack:
         if workers is not None:
             address: Any = stack.enter_context(
@@ -118,7 +126,7 @@ def measure_on_cluster(
             raise ValueError(f"scheduler {scheduler!r} cannot be reached: {error}.") from None
         tasks = {
             client.submit(
-                _run_task, os.path.abspath(path), unit, pair, torch.get_num_threads(), pure=False
+                _run_task, path, digest, unit, pair, torch.get_num_threads(), pure=False
             ): (unit, pair)
             for unit, lacking in missing
             for pair in lacking
@@ -132,6 +140,11 @@ def measure_on_cluster(
                     f"the workers that ran {pair.name} on {unit.name} were lost again and again; "
                     "they may lack memory."
                 ) from None
+            except CancelledError:
+                raise ValueError(
+                    f"scheduler {scheduler!r} was lost, or has cancelled {pair.name} on "
+                    f"{unit.name}."
+                ) from None
             keep_result(results, store, unit, pair, result)
             if progress is not None:
                 progress(done / len(tasks))
@@ -139,14 +152,21 @@ def measure_on_cluster(
 
 
 @lru_cache(maxsize=1)
-def _model(path: str) -> LanguageModel:
+def _model(path: str, digest: str) -> LanguageModel:
+    """The model of a worker; one that has changed at its path is loaded anew."""
+    found = file_digest(path)
+    if found != digest:
+        raise ValueError(
+            f"model must be the same on every worker, but {path!r} has the digest {found[:8]} "
+            f"instead of {digest[:8]} there."
+        )
     return load_language_model(path)
 
 
-def _run_task(path: str, unit: Unit, pair: CodecPair, threads: int) -> dict[str, Any]:
+def _run_task(path: str, digest: str, unit: Unit, pair: CodecPair, threads: int) -> dict[str, Any]:
     """What a worker does."""
     import torch
 
     torch.set_num_threads(threads)
-    [result] = unit.run(_model(path), [pair], lambda: None)
+    [result] = unit.run(_model(path, digest), [pair], lambda: None)
     return result
