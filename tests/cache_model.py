@@ -421,7 +421,7 @@ def buffers(thing):
     if isinstance(thing, np.ndarray):
         assert thing.base is None, "a view keeps more alive than it counts"
         yield thing
-    elif isinstance(thing, dict) and "packed" in thing:
+    elif isinstance(thing, dict) and {"packed", "exact"} & thing.keys():
         # A page: its arrays lie side by side in one piece of memory, or in a chunk of many pages.
         size = sum(array.nbytes for array in thing.values())
         kept = {id(array.base): array.base.nbytes for array in thing.values()}
