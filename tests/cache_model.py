@@ -12,7 +12,7 @@ import numpy as np
 import safetensors.numpy
 
 from kvcodec import reference
-from kvcodec._arena import CACHE_LINE, CHUNK
+from kvcodec._arena import CACHE_LINE, CHUNK, HUGE_PAGE
 from kvcodec.encoded import ARRAYS, Encoded
 from kvcodec.testing import exact_attention
 
@@ -424,8 +424,9 @@ def buffers(thing):
     elif isinstance(thing, dict) and {"packed", "exact"} & thing.keys():
         # A page: its arrays lie side by side in one piece of memory, or in a chunk of many pages.
         size = sum(array.nbytes for array in thing.values())
-        kept = {id(array.base): array.base.nbytes for array in thing.values()}
-        assert sum(kept.values()) <= max(size + CACHE_LINE * (len(thing) + 1), CHUNK)
+        owners = [array if array.base is None else array.base for array in thing.values()]
+        kept = sum({id(owner): owner.nbytes for owner in owners}.values())
+        assert kept <= max(size + CACHE_LINE * (len(thing) + 1), CHUNK + HUGE_PAGE)
         yield from thing.values()
     elif isinstance(thing, dict):
         for part in thing.values():
