@@ -36,9 +36,9 @@ def choice(value: Any, name: str, allowed: Sequence[Any]) -> Any:
 
 def integer(value: object, name: str, low: int, high: int | None = None) -> int:
     """A whole number in [low, high]."""
-    limit = f"of at least {low}" if high is None else f"from {low} to {high}"
     is_whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
     if not is_whole or value < low or (high is not None and value > high):
+        limit = f"of at least {low}" if high is None else f"from {low} to {high}"
         raise ValueError(f"{name} must be a whole number {limit}, but {value!r} was given.")
     return int(value)
 

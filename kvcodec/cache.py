@@ -935,6 +935,8 @@ class _all_or_nothing:
 
 def _last(tokens: int, row: int, *arrays: Floats) -> list[Floats]:
     """The last tokens of one row of each array, as a batch of 1 in one piece."""
+    if all(x.shape[0] == 1 and x.shape[2] == tokens for x in arrays):
+        return list(arrays)
     return [np.ascontiguousarray(x[row : row + 1, :, x.shape[2] - tokens :]) for x in arrays]
 
 
