@@ -1,5 +1,6 @@
 """Extensions and compiler flags; everything else is in setup.cfg and pyproject.toml."""
 
+import os
 import sysconfig
 import tempfile
 from pathlib import Path
@@ -19,11 +20,16 @@ FLAGS = [
     "-fno-strict-aliasing",
 ]
 AVX2 = ["-mavx2", "-mfma", "-mbmi2"]
-AVX512 = [*AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "vnni", "vbmi"))]
+AVX512 = [
+    *AVX2,
+    *(f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "vnni", "vbmi")),
+    "-mprefer-vector-width=512",
+]
 LEVELS = {
     "_kernels_avx2": AVX2,
     "_kernels_avxvnni": [*AVX2, "-mavxvnni"],
-    "_kernels_avx512": [*AVX512, "-mprefer-vector-width=512"],
+    "_kernels_avx512": AVX512,
+    "_kernels_amx": [*AVX512, "-mamx-tile", "-mamx-int8"],
 }
 OPENMP_PROBE = "#include <omp.h>\nint main(void) { return omp_get_max_threads() < 1; }\n"
 
@@ -43,6 +49,7 @@ class BuildKernels(build_ext):
             extension.extra_link_args = openmp
         if not openmp:
             print("kvcodec: the fast path is built without threads, the compiler has no OpenMP")
+        self.parallel = self.parallel or os.cpu_count()
         super().build_extensions()
 
     def works(self, program, flags):

@@ -19,12 +19,13 @@ from kvcodec import reference
 from kvcodec._version import __version__
 
 BACKENDS = ("auto", "fast", "reference")
-SIMD_LEVELS = ("baseline", "avx2", "avxvnni", "avx512")
+SIMD_LEVELS = ("baseline", "avx2", "avxvnni", "avx512", "amx")
 _MODULES = {
     "baseline": "kvcodec._fast._kernels",
     "avx2": "kvcodec._fast._kernels_avx2",
     "avxvnni": "kvcodec._fast._kernels_avxvnni",
     "avx512": "kvcodec._fast._kernels_avx512",
+    "amx": "kvcodec._fast._kernels_amx",
 }
 
 
@@ -225,7 +226,7 @@ def config_context(
     ----------
     backend : {"auto", "fast", "reference"}, optional
         Which twin runs. "auto" takes the fast path where it is installed.
-    simd : {"baseline", "avx2", "avxvnni", "avx512"}, optional
+    simd : {"baseline", "avx2", "avxvnni", "avx512", "amx"}, optional
         The SIMD level of the fast path, exactly this one.
     num_threads : int, optional
         Threads of the fast path.

@@ -302,7 +302,7 @@ class Backend(NamedTuple):
         A name for messages and test ids.
     backend : {"reference", "fast"}
         Which twin runs.
-    simd : {"baseline", "avx2", "avxvnni", "avx512"} or None
+    simd : {"baseline", "avx2", "avxvnni", "avx512", "amx"} or None
         SIMD level of the fast path.
     num_threads : int or None
         Threads of the fast path.

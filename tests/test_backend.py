@@ -74,7 +74,7 @@ def test_threads_come_from_the_environment():
     [
         ("KVCODEC_BACKEND", "gpu", "auto, fast, reference"),
         ("KVCODEC_BACKEND", "Fast", "auto, fast, reference"),
-        ("KVCODEC_SIMD", "sse9", "baseline, avx2, avxvnni, avx512"),
+        ("KVCODEC_SIMD", "sse9", "baseline, avx2, avxvnni, avx512, amx"),
         ("KVCODEC_NUM_THREADS", "0", "from 1 to 1024"),
         ("KVCODEC_NUM_THREADS", "many", "from 1 to 1024"),
         ("KVCODEC_NUM_THREADS", "1.5", "from 1 to 1024"),
@@ -180,7 +180,7 @@ def test_argument_is_stronger_than_context(monkeypatch):
         ({"backend": "gpu"}, "backend must be one of auto, fast, reference, but 'gpu' was given"),
         (
             {"simd": "sse2"},
-            "simd must be one of baseline, avx2, avxvnni, avx512, but 'sse2' was given",
+            "simd must be one of baseline, avx2, avxvnni, avx512, amx, but 'sse2' was given",
         ),
         ({"num_threads": 0}, "num_threads must be a whole number from 1 to 1024, but 0 was given"),
         ({"num_threads": 2.0}, "num_threads must be a whole number"),

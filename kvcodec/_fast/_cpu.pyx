@@ -13,6 +13,10 @@ cdef extern from *:
 
     #if defined(__x86_64__) && defined(__GNUC__)
     #include <cpuid.h>
+    #if defined(__linux__)
+    #include <sys/syscall.h>
+    #include <unistd.h>
+    #endif
     static int kv_avx2(void) {
         __builtin_cpu_init();
         return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")
@@ -29,10 +33,22 @@ cdef extern from *:
             && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni")
             && __builtin_cpu_supports("avx512vbmi");
     }
+    /* Leaf 7, bits 24 (tiles) and 25 (int8) of edx. Linux saves tiles only for a process that has
+       asked for it: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA). */
+    static int kv_amx(void) {
+    #if defined(__linux__)
+        unsigned eax, ebx, ecx, edx = 0;
+        return kv_avx512() && __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)
+            && (edx >> 24 & 3) == 3 && syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+    #else
+        return 0;
+    #endif
+    }
     #else
     static int kv_avx2(void) { return 0; }
     static int kv_avxvnni(void) { return 0; }
     static int kv_avx512(void) { return 0; }
+    static int kv_amx(void) { return 0; }
     #endif
     """
     int kv_max_threads()
@@ -40,10 +56,13 @@ cdef extern from *:
     bint kv_avx2()
     bint kv_avxvnni()
     bint kv_avx512()
+    bint kv_amx()
 
 
 def supports(str level):
-    """Whether the processor has all instructions of "baseline", "avx2", "avxvnni" or "avx512"."""
+    """Whether the processor and the system let programs use the instructions of a SIMD level."""
+    if level == "amx":
+        return kv_amx()
     if level == "avx512":
         return kv_avx512()
     if level == "avxvnni":

@@ -13,7 +13,6 @@
 cdef enum:
     ROWS = 32                  # rows of a task that are aimed for when there are many queries
     MOST_SEGMENTS = 8
-    AHEAD = 4                  # units between the one that is read and the one that is fetched
     TASKS_A_THREAD = 4         # fewer would not share the work evenly
 
 
@@ -134,44 +133,70 @@ cdef inline Py_ssize_t query_index(const Task *task, Py_ssize_t row) noexcept no
     return head * task.q_len + task.first + row % task.positions
 
 
-cdef inline void fetch_tile(const Side *side, Py_ssize_t head, Py_ssize_t tile) noexcept nogil:
+cdef inline void fetch_scales(const Side *side, Py_ssize_t head, Py_ssize_t tile) noexcept nogil:
     """Have the scales and the center of a tile in the cache when it is read."""
     cdef Py_ssize_t at = head * side.tokens + tile * TILE, line
     cdef Py_ssize_t size = 2 if side.plan.bfloat16 else 4
     if side.plan.code != ASYMMETRIC:
-        for line in range(TILE * size // 64 + 1):
-            prefetch(<const char *> side.scale + at * size + line * 64)
+        for line in range(TILE * size // LINE + 1):
+            fetch_line(<const char *> side.scale + at * size + line * LINE)
     if side.plan.center:
-        at = head * side.blocks + tile * TILE // side.plan.block
-        prefetch(<const char *> side.center_scale + at * size)
-        for line in range(side.n // 64 + 1):
-            prefetch(side.center_levels + at * side.n + line * 64)
+        at = head * side.blocks + block_of(tile * TILE, side.plan)
+        fetch_line(<const char *> side.center_scale + at * size)
+        for line in range(side.n // LINE + 1):
+            fetch_line(side.center_levels + at * side.n + line * LINE)
 
 
-cdef inline void look_ahead(const Unit *unit, const Unit *next_unit, Py_ssize_t tile,
-                            Work *work) noexcept nogil:
-    """Say where the tile lies that is fetched next: the one after this, or one some units on."""
-    cdef const Unit *other = unit
-    cdef Py_ssize_t other_tile = tile + 1
-    if other_tile * TILE >= unit.tokens:
-        other, other_tile = next_unit, 0
-    if unit.keys.tile_bytes:
-        work.keys_ahead = (
-            <const char *> other.keys.packed + tile_offset(other.keys, other.head, other_tile)
-            - (<const char *> unit.keys.packed + tile_offset(unit.keys, unit.head, tile)))
-        fetch_tile(other.keys, other.head, other_tile)
-    if unit.values.tile_bytes:
-        work.values_ahead = (
-            <const char *> other.values.packed + tile_offset(other.values, other.head, other_tile)
-            - (<const char *> unit.values.packed + tile_offset(unit.values, unit.head, tile)))
-        fetch_tile(other.values, other.head, other_tile)
+cdef inline const uint8_t *fetched_tile(const Side *side, Py_ssize_t head, Py_ssize_t tile,
+                                        bint second) noexcept nogil:
+    """Where a tile lies; its scales are fetched at once, with its second half."""
+    if side.tile_bytes == 0:
+        return NULL
+    if second:
+        fetch_scales(side, head, tile)
+    return side.packed + tile_offset(side, head, tile)
 
 
-cdef inline void attend_unit(const Unit *unit, const Unit *next_unit, const Task *task,
+cdef inline void look_ahead(const Unit *units, Py_ssize_t tile, bint second,
+                            Fetch *fetch) noexcept nogil:
+    """Have half of the next pair of tiles fetched while the first or second of a pair is read.
+
+    They are of the first unit or of the three after it.
+    """
+    cdef const Unit *unit = units
+    cdef Py_ssize_t i, skipped = 1 if second else 2
+    fetch.keys = units.keys.tile_bytes // (2 * LINE) * LINE if second else 0
+    fetch.values = units.values.tile_bytes // (2 * LINE) * LINE if second else 0
+    for i in range(1 - skipped, 2):
+        tile += 1
+        if tile * TILE >= unit.tokens and unit < units + 3:
+            unit += 1
+            tile = 0
+        if i >= 0:
+            fetch.tiles[i] = fetched_tile(unit.keys, unit.head, tile, second)
+            fetch.tiles[2 + i] = fetched_tile(unit.values, unit.head, tile, second)
+
+
+cdef inline void share_fetching(const Unit *unit, const Options *options,
+                                Fetch *fetch) noexcept nogil:
+    """Spread what is fetched over the bytes that integer products read."""
+    cdef float keys = unit.keys.tile_bytes, values = unit.values.tile_bytes
+    cdef float read = ((keys if options.integer_query else 0)
+                       + (values if options.probability_bits else 0))
+    memset(fetch, 0, sizeof(Fetch))
+    if read > 0:
+        fetch.share[0] = keys / (2 * read)
+        fetch.share[1] = values / (2 * read)
+
+
+cdef inline void attend_unit(const Unit *unit, Py_ssize_t index, const Task *task,
                              const int64_t *start, const int64_t *stop, int64_t seen_low,
                              int64_t seen_high, const Options *options,
                              Work *work) noexcept nogil:
-    """Run the prepared rows of a task over the tiles of a unit that any of them sees."""
+    """Run the prepared rows of a task over the tiles of a unit that any of them sees.
+
+    Three units follow it, whose tiles are fetched.
+    """
     cdef Py_ssize_t tile, first, tokens
     seen_low = max(seen_low - unit.number, <int64_t> 0)
     seen_high = min(seen_high - unit.number, unit.tokens)
@@ -182,7 +207,7 @@ cdef inline void attend_unit(const Unit *unit, const Unit *next_unit, const Task
         tokens = min(<Py_ssize_t> TILE, unit.tokens - first)
         work.low = max(seen_low - first, <int64_t> 0)
         work.high = min(seen_high - first, <int64_t> tokens)
-        look_ahead(unit, next_unit, tile, work)
+        look_ahead(unit, tile, (tile if unit.tokens > TILE else index) & 1, &work.fetch)
         multiply_tile(unit.keys, unit.head, first, tokens, task.rows, options, work)
         softmax_rows(unit, first, tokens, task, start, stop, options, work)
         add_values(unit.values, unit.head, first, tokens, task.rows, options.probability_bits,
@@ -196,8 +221,8 @@ cdef inline bint attend_span(const float *q, const Part *parts, const Span *span
     cdef const int64_t *start = part.start + task.batch * task.q_len + task.first
     cdef const int64_t *stop = part.stop + task.batch * task.q_len + task.first
     cdef int64_t low = INT64_MAX, high = 0
-    cdef Py_ssize_t row, i, index
-    cdef Unit unit, next_unit
+    cdef Py_ssize_t row, i, index, kv_head = task.head % part.kv_heads
+    cdef Unit units[4]
     task.all_from, task.all_to = 0, INT64_MAX
     for i in range(task.positions):
         task.all_from = max(task.all_from, start[i])
@@ -219,10 +244,16 @@ cdef inline bint attend_span(const float *q, const Part *parts, const Span *span
             prepare_row(&part.keys, task.head, row, options, work)
         task.prepared = span.part
     clear_sums(&work.part, task.rows, work.n, 1)
+    work.tile_rows = amx_begin(task.rows)
+    for i in range(4):
+        units[i] = unit_of(part, task.head, kv_head, min(span.first_unit + i, part.units - 1))
+    share_fetching(units, options, &work.fetch)
     for index in range(span.first_unit, span.last_unit):
-        unit = unit_of(part, task.head, index)
-        next_unit = unit_of(part, task.head, min(index + AHEAD, part.units - 1))
-        attend_unit(&unit, &next_unit, task, start, stop, low, high, options, work)
+        attend_unit(units, index, task, start, stop, low, high, options, work)
+        for i in range(3):
+            units[i] = units[i + 1]
+        units[3] = unit_of(part, task.head, kv_head, min(index + 4, part.units - 1))
+    amx_end(work.tile_rows)
     for row in range(task.rows):
         work.part.sum[row] = sum_of_16(work.part.lanes + row * 16)
     return True

@@ -15,8 +15,14 @@ from kvcodec import _backend
 from kvcodec.reference._numbers import store
 from kvcodec.reference.fwht import factor_order, inverse_square_root, paley_matrix
 
-cdef extern from * nogil:
-    void prefetch "__builtin_prefetch" (const void *p)
+cdef extern from "fetch.h" nogil:
+    enum: LINE
+    ctypedef struct Fetch:
+        const uint8_t *tiles[4]
+        Py_ssize_t keys
+        Py_ssize_t values
+        float share[2]
+    void fetch_line(const void *p)
 
 
 cdef extern from "simd.h" nogil:
@@ -46,7 +52,6 @@ cdef extern from "simd.h" nogil:
 
 
 cdef extern from "softmax.h" nogil:
-    void widen_strided(const uint16_t *x, Py_ssize_t stride, Py_ssize_t count, float *out)
     void scale_levels(const uint8_t *codes, Py_ssize_t n, const int8_t *table, uint8_t offset,
                       float scale, float *out)
     void float_dots(const float *tokens, Py_ssize_t count, Py_ssize_t n, const float *rows,
@@ -67,10 +72,23 @@ cdef extern from "softmax.h" nogil:
                                float *ratio)
     void center_dots(const int16_t *q, Py_ssize_t stride, Py_ssize_t rows, const int8_t *center,
                      Py_ssize_t n, int32_t *out)
-    float one_digit(const float *p, const float *scale, int bits, float least, int8_t *low,
-                    int32_t *low_sum)
-    float two_digits(const float *p, const float *scale, int bits, float least, int8_t *high,
-                     int8_t *low, int32_t *high_sum, int32_t *low_sum)
+    void digits_of_rows(const float *p, const float *scale, Py_ssize_t rows, int bits, float least,
+                        int8_t *digits, int32_t *digit_sum, float *step)
+    void add_scaled_sums(const int32_t *sums, int digits, Py_ssize_t rows, Py_ssize_t count,
+                         const float *step, float *out, Py_ssize_t stride)
+
+
+cdef extern from "fold.h" nogil:
+    void load_group(const void *scales, const void *zero_points, Py_ssize_t at, Py_ssize_t n,
+                    bint bfloat16, float half, float *scale, float *middle)
+    void fold_rows(const float *q, Py_ssize_t stride, Py_ssize_t rows, const float *scale,
+                   const float *middle, Py_ssize_t n, Py_ssize_t depth, float *y, int8_t *folded,
+                   float *folded_scale, int32_t *folded_sum, float *offset)
+    void load_channel_groups(const void *stored, Py_ssize_t at, Py_ssize_t groups,
+                             Py_ssize_t tokens, bint bfloat16, float *out)
+    void add_midpoints(const float *p, Py_ssize_t rows, const float *scale,
+                       const float *zero_point, float half, float *sums, Py_ssize_t stride,
+                       Py_ssize_t count)
 
 
 cdef int threads_for(Py_ssize_t elements):
@@ -150,32 +168,6 @@ cdef inline void load_row(const void *stored, Py_ssize_t index, Py_ssize_t n, bi
         widen_bfloat16(<const uint16_t *> stored + index, n, out)
     else:
         memcpy(out, <const float *> stored + index, n * sizeof(float))
-
-
-cdef inline void load_strided(const void *stored, Py_ssize_t index, Py_ssize_t stride,
-                              Py_ssize_t n, bint bfloat16, float *out) noexcept nogil:
-    """Scales or zero points of which every stride-th is wanted."""
-    cdef const float *x = <const float *> stored + index
-    cdef Py_ssize_t i
-    if bfloat16:
-        widen_strided(<const uint16_t *> stored + index, stride, n, out)
-    else:
-        for i in range(n):
-            out[i] = x[i * stride]
-
-
-cdef inline void add_to_row(float *x, float y, Py_ssize_t n) noexcept nogil:
-    cdef Py_ssize_t i
-    for i in range(n):
-        x[i] = x[i] + y
-
-
-cdef inline void add_scaled_row(float *out, const float *x, float factor,
-                                Py_ssize_t n) noexcept nogil:
-    """out += factor * x."""
-    cdef Py_ssize_t i
-    for i in range(n):
-        out[i] = out[i] + factor * x[i]
 
 
 cdef inline void store_scale(void *stored, Py_ssize_t index, float scale,

@@ -24,6 +24,7 @@
 #ifndef KVCODEC_DOT_H
 #define KVCODEC_DOT_H
 
+#include "fetch.h"
 #include "lanes.h"
 
 #if defined(__SSE2__)
@@ -55,7 +56,8 @@ enum {
 
 typedef struct {
     const uint8_t *packed;
-    Py_ssize_t chunk_bytes, slices, chunks, ahead;
+    Py_ssize_t chunk_bytes, slices, chunks;
+    Fetch *fetch;
     const int8_t *weights;
     Py_ssize_t weights_stride, rows;
     int32_t *sums;
@@ -214,7 +216,7 @@ LANES_INLINE dot_bytes dot_left(dot_bytes b, int by) { return (dot_bytes)((dot_w
 static const int dot_code_at[8] = {0, 2, 4, 4, 0, 2, 2, 4};
 static const int dot_third_at[8] = {2, 1, 2, 1, 4, 5, 4, 3};
 
-LANES_INLINE void dot_tables(dot_job *job, const int8_t *levels, int bits)
+LANES_INLINE void dot_tables(dot_job *job, const int8_t *levels, int bits, uint8_t bias)
 {
     const dot_bytes index = {DOT_8(0), DOT_8(8), DOT_8(16), DOT_8(24),
                              DOT_8(32), DOT_8(40), DOT_8(48), DOT_8(56)};
@@ -222,7 +224,7 @@ LANES_INLINE void dot_tables(dot_job *job, const int8_t *levels, int bits)
     if (levels != NULL)
         few = (dot_bytes)_mm512_maskz_loadu_epi8((1ull << (1 << bits)) - 1, levels);
     const __m512i repeated = _mm512_shuffle_i32x4((__m512i)few, (__m512i)few, 0);
-#define TABLE(codes) ((dot_bytes)_mm512_shuffle_epi8(repeated, (__m512i)(codes)) ^ DOT_BIAS)
+#define TABLE(codes) ((dot_bytes)_mm512_shuffle_epi8(repeated, (__m512i)(codes)) ^ bias)
     if (bits == 4)
         job->table[0] = TABLE(index & 15);
     if (bits == 2)
@@ -289,7 +291,7 @@ LANES_INLINE dot_bytes dot_map(const dot_bytes *table, dot_bytes codes, int bits
 #endif
 }
 
-LANES_INLINE void dot_tables(dot_job *job, const int8_t *levels, int bits)
+LANES_INLINE void dot_tables(dot_job *job, const int8_t *levels, int bits, uint8_t bias)
 {
     uint8_t table[DOT_WIDTH] = {0};
     for (int i = 0; i < DOT_WIDTH; i += 16)
@@ -299,7 +301,7 @@ LANES_INLINE void dot_tables(dot_job *job, const int8_t *levels, int bits)
             memcpy(table + i, levels, 8);
         else
             memcpy(table + i, levels, 4);
-    job->table[0] = dot_load(table) ^ DOT_BIAS;
+    job->table[0] = dot_load(table) ^ bias;
 }
 
 #else
@@ -323,10 +325,10 @@ LANES_INLINE dot_bytes dot_map(const dot_bytes *table, dot_bytes codes, int bits
     return level[0];
 }
 
-LANES_INLINE void dot_tables(dot_job *job, const int8_t *levels, int bits)
+LANES_INLINE void dot_tables(dot_job *job, const int8_t *levels, int bits, uint8_t bias)
 {
     for (int i = 0; i < 1 << bits; i++) {
-        const uint8_t byte = i % 2 ? levels[i] ^ levels[i - 1] : levels[i] ^ DOT_BIAS;
+        const uint8_t byte = i % 2 ? levels[i] ^ levels[i - 1] : levels[i] ^ bias;
         job->table[i] = (dot_bytes){0} + byte;
     }
 }
@@ -366,7 +368,14 @@ LANES_INLINE void dot_block(const dot_job *job, Py_ssize_t row, Py_ssize_t slice
     const int most = narrow ? DOT_PAIR * (bits == 8 ? 15 : (1 << bits) - 1) : 1;
     const Py_ssize_t limit = 32767 / most / steps;
     const Py_ssize_t stride = job->weights_stride, chunk_bytes = job->chunk_bytes;
-    const uint8_t *packed = job->packed + dot_offset(slice, vectors), *ahead = packed + job->ahead;
+    const uint8_t *packed = job->packed + dot_offset(slice, vectors);
+    Fetch fetch;
+    int keys = 0, values = 0;
+    if (job->fetch) {
+        fetch = *job->fetch;
+        keys = columns * vectors * DOT_WIDTH * fetch.share[0];
+        values = columns * vectors * DOT_WIDTH * fetch.share[1];
+    }
     const int8_t *weights = job->weights + row * stride;
     Py_ssize_t left = job->chunks;
 
@@ -380,12 +389,8 @@ LANES_INLINE void dot_block(const dot_job *job, Py_ssize_t row, Py_ssize_t slice
         Py_ssize_t count = narrow && left > limit ? limit : left;
         left -= count;
         for (; count > 0; count--) {
-#pragma GCC unroll 8
-            for (int c = 0; c < columns; c++)
-#pragma GCC unroll 8
-                for (int v = 0; v < vectors; v++)
-                    if (c * DOT_WIDTH % VECTOR_BYTES == 0)
-                        __builtin_prefetch(ahead + dot_offset(c, vectors) + v * VECTOR_BYTES, 0, 1);
+            if (job->fetch)
+                fetch_some(&fetch, keys, values);
 #pragma GCC unroll 8
             for (int s = 0; s < steps; s++)
 #pragma GCC unroll 8
@@ -400,7 +405,6 @@ LANES_INLINE void dot_block(const dot_job *job, Py_ssize_t row, Py_ssize_t slice
                     }
                 }
             packed += chunk_bytes;
-            ahead += chunk_bytes;
             weights += 4 * steps;
         }
         int32_t *sums = job->sums + row * job->sums_stride + slice * (DOT_WIDTH / 4);
@@ -414,6 +418,8 @@ LANES_INLINE void dot_block(const dot_job *job, Py_ssize_t row, Py_ssize_t slice
                 memcpy(sums + c * (DOT_WIDTH / 4), &before, sizeof before);
             }
     } while (narrow && left > 0);
+    if (job->fetch)
+        *job->fetch = fetch;
 }
 
 LANES_INLINE void dot_rows(const dot_job *job, Py_ssize_t row, const int bits, const int kind,
@@ -435,11 +441,11 @@ LANES_INLINE void dot_all(dot_job *job, const int bits, const int kind)
     /* With three vectors and many tables a block of 3-bit codes needs more registers. */
     const int columns = bits == 3 && DOT_COLUMNS > 2 ? 2 : DOT_COLUMNS;
     Py_ssize_t row = 0;
-    for (; !DOT_EXPAND_AT && row + 8 <= job->rows; row += 8, job->ahead = 0)
+    for (; !DOT_EXPAND_AT && row + 8 <= job->rows; row += 8, job->fetch = NULL)
         dot_rows(job, row, bits, kind, 8, DOT_COLUMNS / 2);
-    for (; row + 4 <= job->rows; row += 4, job->ahead = 0)
+    for (; row + 4 <= job->rows; row += 4, job->fetch = NULL)
         dot_rows(job, row, bits, kind, 4, columns);
-    for (; row + 2 <= job->rows; row += 2, job->ahead = 0)
+    for (; row + 2 <= job->rows; row += 2, job->fetch = NULL)
         dot_rows(job, row, bits, kind, 2, DOT_COLUMNS);
     if (row < job->rows)
         dot_rows(job, row, bits, kind, 1, DOT_COLUMNS);
@@ -463,6 +469,13 @@ LANES_INLINE void dot_expand(const dot_job *job, Py_ssize_t first, Py_ssize_t la
                 memcpy(buffer + (s * slices + i) * DOT_WIDTH, &bytes, DOT_WIDTH);
             }
 }
+
+#if defined(__AMX_INT8__) && DOT_WIDTH == 64
+#include "amx.h"
+#else
+static Py_ssize_t amx_begin(Py_ssize_t rows) { return (void)rows, 0; }
+static void amx_end(Py_ssize_t tile_rows) { (void)tile_rows; }
+#endif
 
 static void dot_run(dot_job *job, int bits, int kind)
 {
@@ -494,7 +507,7 @@ static void dot_run_expanded(dot_job *job, int bits, int kind)
         part.sums += slice * (DOT_WIDTH / 4);
         part.slices = slices - slice < DOT_BUFFER_SLICES ? slices - slice : DOT_BUFFER_SLICES;
         part.chunk_bytes = part.slices * DOT_WIDTH;
-        part.ahead = 0;
+        part.fetch = NULL;
         job->slices = part.slices;
         const Py_ssize_t most = DOT_BUFFER / part.chunk_bytes / steps;
         for (Py_ssize_t first = 0; first < job->chunks; first += most) {
@@ -519,38 +532,55 @@ static void dot_run_expanded(dot_job *job, int bits, int kind)
 /* `groups` neighboring groups of 16 lanes, of the tile's `stride_groups`, times `rows` rows of int8
    weights (not -128), which are zeros from the depth to the end of its last chunk. The levels of
    codes of up to 4 bits are those of `table`, -127 to 127, or else code - half; of 8-bit codes they
-   are code - 128. The caller knows the sum of each row's weights, whether none is negative, and how
-   many bytes away what it will read next lies, which is fetched meanwhile. */
+   are code - 128. The caller knows the sum of each row's weights, whether none is negative, and what
+   amx_begin returned, or 0. If `fetch` is not NULL, what it says is fetched meanwhile. */
 static void dot_lanes(const uint8_t *packed, Py_ssize_t stride_groups, Py_ssize_t groups,
                       Py_ssize_t chunks, int bits, const int8_t *table, const int8_t *weights,
                       Py_ssize_t weights_stride, const int32_t *weight_sums, int nonnegative,
-                      Py_ssize_t rows, int32_t *sums, Py_ssize_t sums_stride, Py_ssize_t ahead)
+                      Py_ssize_t rows, int32_t *sums, Py_ssize_t sums_stride, Fetch *fetch,
+                      Py_ssize_t tile_rows)
 {
-    const int mapped = bits < 8 && (table != NULL || DOT_WIDTH == 64);
-    const int kind = bits < 8 && !mapped ? DOT_CODES
-                   : nonnegative ? DOT_LEVELS_BY_NONNEGATIVE : DOT_LEVELS;
-    const int32_t offset = kind == DOT_CODES ? 1 << (bits - 1) : DOT_BIAS;
-    for (Py_ssize_t r = 0; r < rows; r++) {
-        const int32_t start = -offset * weight_sums[r];
-        for (Py_ssize_t g = 0; g < groups; g++)
-            for (int i = 0; i < GROUP_LANES; i++)
-                sums[r * sums_stride + g * GROUP_LANES + i] = start;
-    }
-
     dot_job job;    /* no initializer: it would clear the tables each time */
     job.packed = packed;
     job.chunk_bytes = stride_groups * chunk_vectors(bits) * VECTOR_BYTES;
     job.slices = groups * DOT_SLICES;
     job.chunks = chunks;
-    job.ahead = ahead;
+    job.fetch = fetch;
     job.weights = weights;
     job.weights_stride = weights_stride;
     job.rows = rows;
     job.sums = sums;
     job.sums_stride = sums_stride;
+#if defined(__AMX_INT8__) && DOT_WIDTH == 64
+    if (tile_rows && rows >= AMX_ROWS_FROM) {
+        if (bits < 8)
+            dot_tables(&job, table, bits, 0);
+        const Py_ssize_t done = amx_run(&job, tile_rows, weight_sums, bits);
+        if (done == rows)
+            return;
+        job.weights += done * weights_stride;
+        job.sums += done * sums_stride;
+        job.rows -= done;
+        job.fetch = NULL;
+        weight_sums += done;
+    }
+#else
+    (void)tile_rows;
+#endif
+
+    const int mapped = bits < 8 && (table != NULL || DOT_WIDTH == 64);
+    const int kind = bits < 8 && !mapped ? DOT_CODES
+                   : nonnegative ? DOT_LEVELS_BY_NONNEGATIVE : DOT_LEVELS;
+    const int32_t offset = kind == DOT_CODES ? 1 << (bits - 1) : DOT_BIAS;
+    for (Py_ssize_t r = 0; r < job.rows; r++) {
+        const int32_t start = -offset * weight_sums[r];
+        for (Py_ssize_t g = 0; g < groups; g++)
+            for (int i = 0; i < GROUP_LANES; i++)
+                job.sums[r * sums_stride + g * GROUP_LANES + i] = start;
+    }
     if (mapped)
-        dot_tables(&job, table, bits);
-    if (bits < 8 && ((DOT_EXPAND_AT && rows >= DOT_EXPAND_AT) || (mapped && !DOT_LOOKUP)))
+        dot_tables(&job, table, bits, DOT_BIAS);
+    if (bits < 8 && ((DOT_EXPAND_AT && job.rows >= DOT_EXPAND_AT) || (mapped && !DOT_LOOKUP)))
         dot_run_expanded(&job, bits, kind);
     else
         dot_run(&job, bits, kind);

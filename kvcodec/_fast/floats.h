@@ -21,15 +21,24 @@ enum { SUM_ROWS = LANES == 16 ? 4 : 2, CHANNEL_VECTORS = 4 };
 #else
 #define BOTH(a, b, which, h) __builtin_shuffle(a, b, (vint){LIST(which, h)})
 #endif
-#define ADD_HALVES(h)                                                                     \
+#define HALVES(h, of)                                                                     \
     if (left > 1) {                                                                       \
         left /= 2;                                                                        \
         for (int i = 0; i < left; i++)                                                    \
-            v[i] = BOTH(v[2 * i], v[2 * i + 1], LOWER, h)                                 \
-                 + BOTH(v[2 * i], v[2 * i + 1], UPPER, h);                                \
+            v[i] = of(BOTH(v[2 * i], v[2 * i + 1], LOWER, h),                             \
+                      BOTH(v[2 * i], v[2 * i + 1], UPPER, h));                            \
     } else {                                                                              \
-        v[0] += PARTNERS(v[0], h);                                                        \
+        v[0] = of(v[0], PARTNERS(v[0], h));                                               \
     }
+#if LANES == 16
+#define ALL_HALVES(of) HALVES(8, of) HALVES(4, of) HALVES(2, of) HALVES(1, of)
+#elif LANES == 8
+#define ALL_HALVES(of) HALVES(4, of) HALVES(2, of) HALVES(1, of)
+#else
+#define ALL_HALVES(of) HALVES(2, of) HALVES(1, of)
+#endif
+#define SUM_OF(a, b) ((a) + (b))
+#define INT_SUM_OF(a, b) ((vfloat)((vint)(a) + (vint)(b)))
 
 /* Totals of `count` sums, a power of two up to LANES. */
 INLINE void totals_of(const vfloat (*sums)[SUMS], const int count, float *totals)
@@ -39,19 +48,45 @@ INLINE void totals_of(const vfloat (*sums)[SUMS], const int count, float *totals
     for (int i = 0; i < count; i++)
 #if LANES == 16
         v[i] = sums[i][0];
-    ADD_HALVES(8)
 #elif LANES == 8
         v[i] = sums[i][0] + sums[i][1];
 #else
         v[i] = (sums[i][0] + sums[i][2]) + (sums[i][1] + sums[i][3]);
 #endif
-#if LANES > 4
-    ADD_HALVES(4)
-#endif
-    ADD_HALVES(2)
-    ADD_HALVES(1)
+    ALL_HALVES(SUM_OF)
     for (int i = 0; i < count; i++)
         totals[i] = v[0][i * (LANES / count)];
+}
+
+/* The largest lanes of `count` vectors, a power of two up to LANES. */
+INLINE void largest_of(const vfloat *x, const int count, float *largest)
+{
+    vfloat v[LANES];
+    int left = count;
+    for (int i = 0; i < count; i++)
+        v[i] = x[i];
+    ALL_HALVES(LARGEST)
+    for (int i = 0; i < count; i++)
+        largest[i] = v[0][i * (LANES / count)];
+}
+
+/* The sums of the lanes of `count` vectors, a power of two up to LANES. */
+INLINE void int_totals_of(const vint *x, const int count, int32_t *totals)
+{
+    vfloat v[LANES];
+    int left = count;
+    for (int i = 0; i < count; i++)
+        v[i] = (vfloat)x[i];
+    ALL_HALVES(INT_SUM_OF)
+    for (int i = 0; i < count; i++)
+        totals[i] = ((vint)v[0])[i * (LANES / count)];
+}
+
+INLINE float largest_lane(vfloat v)
+{
+    float largest;
+    largest_of(&v, 1, &largest);
+    return largest;
 }
 
 /* The first `count` floats, then zeros. */
@@ -184,17 +219,6 @@ INLINE void widen_each(const uint16_t *x, const Py_ssize_t stride, Py_ssize_t co
     uint32_t *bits = (uint32_t *)out;
     for (Py_ssize_t i = 0; i < count; i++)
         bits[i] = (uint32_t)x[i * stride] << 16;
-}
-
-/* out[i] = x[i * stride] from bfloat16; compilers load constant strides in vectors. */
-static void widen_strided(const uint16_t *x, Py_ssize_t stride, Py_ssize_t count, float *out)
-{
-    switch (stride) {
-    case 2: widen_each(x, 2, count, out); break;
-    case 4: widen_each(x, 4, count, out); break;
-    case 8: widen_each(x, 8, count, out); break;
-    default: widen_each(x, stride, count, out);
-    }
 }
 
 typedef uint8_t bytes_16 __attribute__((vector_size(16)));

@@ -7,7 +7,7 @@
 
 cdef enum:
     CENTER_QUERY_LIMIT = 16383
-    DEPTH = 32                 # rows of integers are filled up to whole chunks of any width
+    DEPTH = 64                 # rows of integers are filled up to whole chunks of any width
 
 cdef float SATURATION = 8.507059173023462e37            # 2^126
 cdef float SMALLEST_TILE_WEIGHT = 1.925929944387236e-34  # 2^-112
@@ -50,22 +50,23 @@ cdef struct Work:
     float *ratio               # (rows): what the sums so far are to be multiplied with
     bint in_sums               # whether the products are to be taken from the sums
     int32_t *sums              # (2 * rows, TILE): of a tile
-    float *weights             # (TILE)
+    float *channel_scales      # (2 * n, TILE): scales, then zero points of groups of channels
     int8_t *digits             # (2 * rows, TILE): rounded weights, first their upper 7 bits
     int32_t *digit_sum         # (2 * rows)
     float *step                # (rows): of the rounded weights
     float *row                 # (n)
     float *middle              # (n): midpoints of a group
+    float *products            # (4, n): of rows with the scales of a group
     int8_t *folded             # (rows, depth): query times the scales of a group
     float *folded_scale        # (rows)
     int32_t *folded_sum        # (rows)
     float *offset              # (rows)
     Sums part
     Sums total
+    Py_ssize_t tile_rows       # for dot_lanes
     Py_ssize_t low             # tokens of the tile that some row sees: low <= t < high
     Py_ssize_t high
-    Py_ssize_t keys_ahead      # bytes from a tile to the next, which is fetched meanwhile
-    Py_ssize_t values_ahead
+    Fetch fetch
 
 
 cdef void carve_sums(char *base, Py_ssize_t *at, Sums *sums, Py_ssize_t rows, Py_ssize_t n,
@@ -82,8 +83,8 @@ cdef Py_ssize_t carve(char *base, Work *work, Py_ssize_t rows, Py_ssize_t n,
     cdef Py_ssize_t at = 0, depth = (n + DEPTH - 1) // DEPTH * DEPTH
     work.n = n
     work.depth = depth
-    work.keys_ahead = 0
-    work.values_ahead = 0
+    work.tile_rows = 0
+    memset(&work.fetch, 0, sizeof(Fetch))
     work.query = <float *> take(base, &at, rows * n * 4)
     work.rotated = <float *> take(base, &at, rows * n * 4)
     work.factor = <float *> take(base, &at, rows * 4)
@@ -101,12 +102,13 @@ cdef Py_ssize_t carve(char *base, Work *work, Py_ssize_t rows, Py_ssize_t n,
     work.center_sum = <int32_t *> take(base, &at, rows * 4)
     work.ratio = <float *> take(base, &at, rows * 4)
     work.sums = <int32_t *> take(base, &at, 2 * rows * TILE * 4)
-    work.weights = <float *> take(base, &at, TILE * 4)
+    work.channel_scales = <float *> take(base, &at, 2 * n * TILE * 4)
     work.digits = <int8_t *> take(base, &at, 2 * rows * TILE)
     work.digit_sum = <int32_t *> take(base, &at, 2 * rows * 4)
     work.step = <float *> take(base, &at, rows * 4)
     work.row = <float *> take(base, &at, n * 4)
     work.middle = <float *> take(base, &at, n * 4)
+    work.products = <float *> take(base, &at, 4 * n * 4)
     work.folded = <int8_t *> take(base, &at, rows * depth)
     work.folded_scale = <float *> take(base, &at, rows * 4)
     work.folded_sum = <int32_t *> take(base, &at, rows * 4)
@@ -307,10 +309,16 @@ cdef inline void add_centers(const Side *keys, Py_ssize_t head, Py_ssize_t first
         t = stop
 
 
+cdef inline Fetch *fetch_of(Work *work) noexcept nogil:
+    """What to fetch meanwhile; NULL for nothing."""
+    return &work.fetch if work.fetch.share[0] + work.fetch.share[1] > 0 else NULL
+
+
 cdef inline void load_scales(const Side *side, Py_ssize_t at, Py_ssize_t tokens,
                              float *scale) noexcept nogil:
     """The scales of a tile that has one a token."""
-    memset(scale + tokens, 0, (TILE - tokens) * sizeof(float))
+    if tokens < TILE:
+        memset(scale + tokens, 0, (TILE - tokens) * sizeof(float))
     if not side.plan.bfloat16:
         memcpy(scale, <const float *> side.scale + at, tokens * sizeof(float))
     elif tokens == TILE:  # the compiler unrolls a loop of known length
@@ -319,15 +327,19 @@ cdef inline void load_scales(const Side *side, Py_ssize_t at, Py_ssize_t tokens,
         widen_bfloat16(<const uint16_t *> side.scale + at, tokens, scale)
 
 
+cdef inline Py_ssize_t block_of(Py_ssize_t t, const Plan *plan) noexcept nogil:
+    return 0 if t < plan.block else t // plan.block
+
+
 cdef inline void products_per_token(const Side *keys, const uint8_t *tile, Py_ssize_t head,
                                     Py_ssize_t first, Py_ssize_t tokens, Py_ssize_t rows,
                                     const Options *options, Work *work) noexcept nogil:
     cdef const Plan *plan = keys.plan
     cdef bint one_center = plan.center and plan.block % TILE == 0
-    cdef Py_ssize_t row, block = head * keys.blocks + first // plan.block
+    cdef Py_ssize_t row, block = head * keys.blocks + block_of(first, plan)
     dot_lanes(tile, TILE // GROUP, TILE // GROUP, chunks_of(plan.n, plan.width), plan.width,
               plan.table, work.rounded, work.depth, work.rounded_sum, False, rows, work.sums, TILE,
-              work.keys_ahead)
+              fetch_of(work), work.tile_rows)
     work.in_sums = one_center or not plan.center
     if one_center:
         multiply_center(keys, block, rows, options, work)
@@ -347,18 +359,11 @@ cdef inline void fold_group(const Side *keys, Py_ssize_t at, Py_ssize_t rows,
                             Work *work) noexcept nogil:
     """Move the channel scales of a group of tokens into the queries; round them again."""
     cdef const Plan *plan = keys.plan
-    cdef Py_ssize_t n = plan.n, row
     cdef float *scale = work.tokens
-    cdef const float *q
-    load_row(keys.scale, at, n, plan.bfloat16, scale)
-    load_row(keys.zero_point, at, n, plan.bfloat16, work.middle)
-    add_scaled_row(work.middle, scale, 1 << (plan.bits - 1), n)
-    for row in range(rows):
-        q = work.rotated + row * work.n
-        work.offset[row] = dot_16(q, work.middle, n)
-        multiply(q, scale, n, work.row)
-        work.folded_scale[row] = round_query_row(
-            work.row, n, work.depth, work.folded + row * work.depth, work.folded_sum + row)
+    load_group(keys.scale, keys.zero_point, at, plan.n, plan.bfloat16, 1 << (plan.bits - 1), scale,
+               work.middle)
+    fold_rows(work.rotated, work.n, rows, scale, work.middle, plan.n, work.depth, work.products,
+              work.folded, work.folded_scale, work.folded_sum, work.offset)
 
 
 cdef inline void scale_sums(const int32_t *sums, float scale, float offset, Py_ssize_t count,
@@ -383,7 +388,7 @@ cdef inline void products_per_group(const Side *keys, const uint8_t *tile, Py_ss
         lanes = groups_of(stop) - start
         dot_lanes(tile + start * vectors, TILE // GROUP, lanes, chunks_of(plan.n, plan.width),
                   plan.width, plan.table, work.folded, work.depth, work.folded_sum, False, rows,
-                  work.sums, TILE, work.keys_ahead)
+                  work.sums, TILE, fetch_of(work), work.tile_rows)
         for row in range(rows):
             scale_sums(work.sums + row * TILE + t - start * GROUP, work.folded_scale[row],
                        work.offset[row], stop - t, work.scores + row * TILE + t)

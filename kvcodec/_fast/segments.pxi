@@ -48,8 +48,9 @@ cdef struct Unit:
     int64_t tokens
 
 
-cdef inline Unit unit_of(const Part *part, Py_ssize_t head, Py_ssize_t index) noexcept nogil:
-    """The index-th unit, for a head among those of all batch rows."""
+cdef inline Unit unit_of(const Part *part, Py_ssize_t head, Py_ssize_t kv_head,
+                         Py_ssize_t index) noexcept nogil:
+    """The index-th unit, for a head among those of all batch rows and within its own."""
     cdef Unit unit
     cdef Py_ssize_t page = index // PAGE_UNITS
     if part.key_pages == NULL:
@@ -61,7 +62,7 @@ cdef inline Unit unit_of(const Part *part, Py_ssize_t head, Py_ssize_t index) no
     else:
         unit.keys = part.key_pages + page
         unit.values = part.value_pages + page
-        unit.head = head % part.kv_heads * PAGE_UNITS + index % PAGE_UNITS
+        unit.head = kv_head * PAGE_UNITS + index % PAGE_UNITS
         unit.number = part.first[index]
         unit.tokens = part.count[index]
     return unit

@@ -13,25 +13,12 @@
 #include "floats.h"
 
 /* A tile is 64 floats of one row: scores, then probabilities. */
-enum { TILE_VECTORS = 64 / LANES };
+enum { TILE_VECTORS = 64 / LANES, DIGIT_ROWS = LANES == 16 ? 4 : 1 };
 
 /* Probabilities stay below exp(8), about 3,000, as long as |largest| < 2^27. From there on
    floats are 16 or more apart and the sum rounds: to `largest`, or to the float 16 above it, so that
    the bound is exp(16). */
 #define SLACK 8.0f
-
-INLINE float largest_lane(vfloat v)
-{
-#if LANES == 16
-    v = LARGEST(v, PARTNERS(v, 8));
-#endif
-#if LANES >= 8
-    v = LARGEST(v, PARTNERS(v, 4));
-#endif
-    v = LARGEST(v, PARTNERS(v, 2));
-    v = LARGEST(v, PARTNERS(v, 1));
-    return v[0];
-}
 
 /* Whether any lane of `a` is above b. */
 INLINE int any_above(vfloat a, float b)
@@ -218,59 +205,97 @@ static void center_dots(const int16_t *q, Py_ssize_t stride, Py_ssize_t rows, co
     }
 }
 
-INLINE int32_t sum_of_ints(vint v)
+/* Weights p * scale of some rows (64 apart) as integers of 7 bits, or of two 7-bit digits, relative
+   to the largest of the row; a step is what 1 stands for, 0 if the largest is below `least`. The
+   lower digits are `next` bytes after the upper ones, and so are their sums. */
+INLINE void digits_of(const float *p, const float *scale, const int rows, const int bits,
+                      float least, int8_t *digits, Py_ssize_t next, int32_t *digit_sum,
+                      float *step)
 {
-#if LANES == 16
-    return _mm512_reduce_add_epi32((__m512i)v);
-#else
-    int32_t total = 0;
-    for (int i = 0; i < LANES; i++)
-        total += v[i];
-    return total;
-#endif
-}
-
-/* Weights p * scale as integers of 7 bits, or of two 7-bit digits, relative to the largest; writes
-   their sums too. Returns what 1 stands for, 0 if the largest is below `least`. */
-INLINE float digits_of(const float *p, const float *scale, const int bits, float least,
-                       int8_t *high, int8_t *low, int32_t *high_sum, int32_t *low_sum)
-{
-    vfloat w[TILE_VECTORS], top = {0};
-    vint lower = {0}, upper = {0};
-    for (int i = 0; i < TILE_VECTORS; i++) {
-        w[i] = load(p + i * LANES) * load(scale + i * LANES);
-        top = i ? LARGEST(top, w[i]) : w[0];
-    }
-    const float largest = largest_lane(top), most = (float)((1 << bits) - 1);
-    const int any = largest >= least;
-    const float inverse = any ? most / largest : 0;
-    for (int i = 0; i < TILE_VECTORS; i++) {
-        vint u = nearest(w[i] * inverse);
-        if (bits > 7) {
-            const vint digit = u >> 7;
-            store_bytes((uint8_t *)high + i * LANES, digit);
-            upper += digit;
-            u &= 127;
+    vfloat w[DIGIT_ROWS][TILE_VECTORS], top[DIGIT_ROWS];
+    vint lower[DIGIT_ROWS] = {{0}}, upper[DIGIT_ROWS] = {{0}};
+    float largest[DIGIT_ROWS];
+    const float most = (float)((1 << bits) - 1);
+    for (int r = 0; r < rows; r++)
+        for (int i = 0; i < TILE_VECTORS; i++) {
+            w[r][i] = load(p + r * 64 + i * LANES) * load(scale + i * LANES);
+            top[r] = i ? LARGEST(top[r], w[r][i]) : w[r][0];
         }
-        store_bytes((uint8_t *)low + i * LANES, u);
-        lower += u;
+    largest_of(top, rows, largest);
+    for (int r = 0; r < rows; r++) {
+        const int any = largest[r] >= least;
+        const float inverse = any ? most / largest[r] : 0;
+        step[r] = any ? largest[r] / most : 0;
+        for (int i = 0; i < TILE_VECTORS; i++) {
+            vint u = nearest(w[r][i] * inverse);
+            uint8_t *at = (uint8_t *)digits + r * 64 + i * LANES;
+            if (bits > 7) {
+                const vint digit = u >> 7;
+                store_bytes(at, digit);
+                upper[r] += digit;
+                u &= 127;
+                at += next * 64;
+            }
+            store_bytes(at, u);
+            lower[r] += u;
+        }
     }
-    *low_sum = sum_of_ints(lower);
+    int_totals_of(lower, rows, digit_sum + (bits > 7 ? next : 0));
     if (bits > 7)
-        *high_sum = sum_of_ints(upper);
-    return any ? largest / most : 0;
+        int_totals_of(upper, rows, digit_sum);
 }
 
-static float one_digit(const float *p, const float *scale, int bits, float least, int8_t *low,
-                       int32_t *low_sum)
+/* For all rows. Where weights have two digits, the lower ones and their sums follow those of all
+   rows. */
+static void digits_of_rows(const float *p, const float *scale, Py_ssize_t rows, int bits,
+                           float least, int8_t *digits, int32_t *digit_sum, float *step)
 {
-    return digits_of(p, scale, bits, least, NULL, low, NULL, low_sum);
+    Py_ssize_t r = 0;
+#define CALL(some, b) \
+    digits_of(p + r * 64, scale, some, b, least, digits + r * 64, rows, digit_sum + r, step + r)
+    for (; r + DIGIT_ROWS <= rows; r += DIGIT_ROWS)
+        if (bits > 7)
+            CALL(DIGIT_ROWS, 14);
+        else
+            CALL(DIGIT_ROWS, 7);
+    for (; r < rows; r++)
+        if (bits > 7)
+            CALL(1, 14);
+        else
+            CALL(1, 7);
+#undef CALL
 }
 
-static float two_digits(const float *p, const float *scale, int bits, float least, int8_t *high,
-                        int8_t *low, int32_t *high_sum, int32_t *low_sum)
+/* out += step * sums for `count` channels of all rows; two digits a weight lie as above. */
+INLINE void add_scaled_sums_of(const int32_t *sums, const int digits, Py_ssize_t rows,
+                               Py_ssize_t count, const float *step, float *out, Py_ssize_t stride)
 {
-    return digits_of(p, scale, bits, least, high, low, high_sum, low_sum);
+    for (Py_ssize_t r = 0; r < rows; r++, sums += 64, out += stride) {
+        const int32_t *low = sums + rows * 64;
+        Py_ssize_t c = 0;
+        for (; c + LANES <= count; c += LANES) {
+            vint sum, other;
+            memcpy(&sum, sums + c, sizeof sum);
+            if (digits == 2) {
+                memcpy(&other, low + c, sizeof other);
+                sum = sum * 128 + other;
+            }
+            store(out + c, load(out + c) + __builtin_convertvector(sum, vfloat) * step[r]);
+        }
+        for (; c < count; c++)
+            out[c] += (float)(digits == 2 ? sums[c] * 128 + low[c] : sums[c]) * step[r];
+    }
+}
+
+static void add_scaled_sums(const int32_t *sums, int digits, Py_ssize_t rows, Py_ssize_t count,
+                            const float *step, float *out, Py_ssize_t stride)
+{
+    if (digits == 2)
+        add_scaled_sums_of(sums, 2, rows, count, step, out, stride);
+    else if (count == 64)
+        add_scaled_sums_of(sums, 1, rows, 64, step, out, stride);
+    else
+        add_scaled_sums_of(sums, 1, rows, count, step, out, stride);
 }
 
 #endif

@@ -20,7 +20,10 @@ cdef extern from "dot.h" nogil:
     void dot_lanes(const uint8_t *packed, Py_ssize_t stride_groups, Py_ssize_t groups,
                    Py_ssize_t chunks, int bits, const int8_t *table, const int8_t *weights,
                    Py_ssize_t weights_stride, const int32_t *weight_sums, bint nonnegative,
-                   Py_ssize_t rows, int32_t *sums, Py_ssize_t sums_stride, Py_ssize_t ahead)
+                   Py_ssize_t rows, int32_t *sums, Py_ssize_t sums_stride, Fetch *fetch,
+                   Py_ssize_t tile_rows)
+    Py_ssize_t amx_begin(Py_ssize_t rows)
+    void amx_end(Py_ssize_t tile_rows)
 
 cdef enum:
     TILE = 64

@@ -4,85 +4,24 @@
 # once a tile. Exact values, and all values if the probabilities stay in floats, are added up token
 # by token with fused multiply-adds.
 
-cdef inline void round_rows(const Side *values, Py_ssize_t at, Py_ssize_t tokens, Py_ssize_t group,
-                            Py_ssize_t rows, int bits, Work *work) noexcept nogil:
-    """Round probabilities times the scales of a group of channels, for all rows."""
-    cdef const Plan *plan = values.plan
-    cdef Py_ssize_t row
-    cdef int8_t *digits
-    cdef const float *p
-    if plan.groups == 1:
-        load_scales(values, at, tokens, work.scale)
-    else:
-        memset(work.scale + tokens, 0, (TILE - tokens) * sizeof(float))
-        load_strided(values.scale, at * plan.groups + group, plan.groups, tokens, plan.bfloat16,
-                     work.scale)
-    for row in range(rows):
-        p = work.scores + row * TILE
-        digits = work.digits + row * TILE
-        if bits > 7:
-            work.step[row] = two_digits(p, work.scale, bits, SMALLEST_TILE_WEIGHT, digits,
-                                        digits + rows * TILE, work.digit_sum + row,
-                                        work.digit_sum + rows + row)
-        else:
-            work.step[row] = one_digit(p, work.scale, bits, SMALLEST_TILE_WEIGHT, digits,
-                                       work.digit_sum + row)
-
-
-cdef inline void add_scaled_ints(float *out, const int32_t *x, float step,
-                                 Py_ssize_t n) noexcept nogil:
-    cdef Py_ssize_t c
-    for c in range(n):
-        out[c] = out[c] + x[c] * step
-
-
-cdef inline void add_scaled_digits(float *out, const int32_t *high, const int32_t *low, float step,
-                                   Py_ssize_t n) noexcept nogil:
-    cdef Py_ssize_t c
-    for c in range(n):
-        out[c] = out[c] + (high[c] * 128 + low[c]) * step
-
-
 cdef inline void add_integer_values(const Side *values, const uint8_t *tile, Py_ssize_t start,
                                     Py_ssize_t stop, Py_ssize_t rows, int bits, float *sums,
                                     Work *work) noexcept nogil:
     """sums += step * (digits . levels) for the channels start <= c < stop, 64 at a time."""
     cdef const Plan *plan = values.plan
     cdef Py_ssize_t groups = groups_of(plan.n), vectors = chunk_vectors(plan.width) * TILE
-    cdef Py_ssize_t lane = start // GROUP * GROUP, row, first, last
-    cdef Py_ssize_t digits = 2 if bits > 7 else 1
-    cdef const int32_t *total
-    cdef float *target
+    cdef Py_ssize_t lane = start // GROUP * GROUP, first
+    cdef int digits = 2 if bits > 7 else 1
     while lane < stop:
         dot_lanes(tile + lane // GROUP * vectors, groups,
                   min(<Py_ssize_t> TILE // GROUP, groups_of(stop) - lane // GROUP),
                   chunks_of(TILE, plan.width), plan.width, plan.table, work.digits, TILE,
-                  work.digit_sum, True, digits * rows, work.sums, TILE, work.values_ahead)
+                  work.digit_sum, True, digits * rows, work.sums, TILE, fetch_of(work),
+                  work.tile_rows)
         first = max(start, lane)
-        last = min(stop, lane + TILE)
-        for row in range(rows):
-            target = sums + row * work.n + first
-            total = work.sums + row * TILE + first - lane
-            if bits > 7:
-                add_scaled_digits(target, total, total + rows * TILE, work.step[row], last - first)
-            else:
-                add_scaled_ints(target, total, work.step[row], last - first)
+        add_scaled_sums(work.sums + first - lane, digits, rows, min(stop, lane + TILE) - first,
+                        work.step, sums + first, work.n)
         lane += TILE
-
-
-cdef inline void add_midpoints(const Side *values, Py_ssize_t at, Py_ssize_t tokens,
-                               Py_ssize_t group, Py_ssize_t start, Py_ssize_t stop,
-                               Py_ssize_t rows, float *sums, Work *work) noexcept nogil:
-    """Add what the midpoints of a group of channels weigh; its scales lie in work.scale."""
-    cdef const Plan *plan = values.plan
-    cdef Py_ssize_t row
-    memset(work.weights + tokens, 0, (TILE - tokens) * sizeof(float))
-    load_strided(values.zero_point, at * plan.groups + group, plan.groups, tokens, plan.bfloat16,
-                 work.weights)
-    add_scaled_row(work.weights, work.scale, 1 << (plan.bits - 1), TILE)
-    for row in range(rows):
-        add_to_row(sums + row * work.n + start,
-                   dot_16(work.scores + row * TILE, work.weights, TILE), stop - start)
 
 
 cdef inline void add_values(const Side *values, Py_ssize_t head, Py_ssize_t first,
@@ -93,19 +32,30 @@ cdef inline void add_values(const Side *values, Py_ssize_t head, Py_ssize_t firs
     cdef Py_ssize_t n = values.n, group, start, stop, at = head * values.tokens + first
     cdef const uint8_t *tile
     cdef const float *token
+    cdef float *scale = work.scale
+    cdef float *zero_point = NULL
     if plan == NULL or bits == 0:
         token = floats_at(values, head, first, tokens, work)
         add_scaled_tokens(token + work.low * n, work.high - work.low, n, work.scores + work.low,
                           TILE, rows, sums, work.n)
         return
     tile = tile_at(values, head, first, tokens, work)
+    if plan.code == ASYMMETRIC:
+        scale = work.channel_scales
+        zero_point = scale + plan.groups * TILE
+        load_channel_groups(values.scale, at, plan.groups, tokens, plan.bfloat16, scale)
+        load_channel_groups(values.zero_point, at, plan.groups, tokens, plan.bfloat16, zero_point)
+    else:
+        load_scales(values, at, tokens, work.scale)
     for group in range(plan.groups):
         start = group * plan.group_size
         stop = min(start + plan.group_size, n)
-        round_rows(values, at, tokens, group, rows, bits, work)
+        digits_of_rows(work.scores, scale + group * TILE, rows, bits, SMALLEST_TILE_WEIGHT,
+                       work.digits, work.digit_sum, work.step)
         add_integer_values(values, tile, start, stop, rows, bits, sums, work)
         if plan.code == ASYMMETRIC:
-            add_midpoints(values, at, tokens, group, start, stop, rows, sums, work)
+            add_midpoints(work.scores, rows, scale + group * TILE, zero_point + group * TILE,
+                          1 << (plan.bits - 1), sums + start, work.n, stop - start)
 
 
 cdef void value_row(const float *p, const Side *values, Py_ssize_t head, int bits, float *out,

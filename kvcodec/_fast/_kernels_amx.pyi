@@ -1,0 +1,1 @@
+from kvcodec._fast._kernels import *

@@ -1,0 +1,3 @@
+"""The fast path compiled for amx."""
+
+include "_kernels.pyx"
