@@ -49,6 +49,8 @@ if os.environ.get("KVCODEC_DOCS_INTERSPHINX") == "1":
         "scipy": ("https://docs.scipy.org/doc/scipy", None),
     }
 
+smartquotes_action = "qe"  # quotes and ellipses; dashes would change the options of the command
+
 html_theme = "furo"
 html_title = "kvcodec"
 html_static_path = ["_static"]
