@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Sequence
 from html import unescape
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,10 +38,9 @@ TOLERANCE = 1e-3
 Points = dict[str, tuple[float, float, float]]
 
 
-def measure() -> Points:
+def measure(names: Sequence[str] = (*NAMES, *PLAIN)) -> Points:
     """Bits a value, relative squared error of keys and mean KL, by the name of a codec pair."""
-    pairs = [codec_pair(name) for name in (*NAMES, *PLAIN)]
-    rows = evaluate_attention(sample_tensors(), pairs)
+    rows = evaluate_attention(sample_tensors(), [codec_pair(name) for name in names])
     return {row.name: (row.bits_per_value, row.key_relative_mse, row.mean_kl) for row in rows}
 
 
