@@ -30,7 +30,7 @@ SECTIONS = ("Cost", "Failure modes", "The fast path", "Sources")
 def commands(text):
     """The commands of kvcodec that a page shows, each as a list of words."""
     for block in re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
-        for line in block.splitlines():
+        for line in block.replace("\\\n", " ").splitlines():
             for command in line.split("#")[0].split("&&"):
                 words = shlex.split(command)
                 if words and words[0].rpartition("/")[2] == "kvcodec":
