@@ -49,6 +49,8 @@ if os.environ.get("KVCODEC_DOCS_INTERSPHINX") == "1":
         "scipy": ("https://docs.scipy.org/doc/scipy", None),
     }
 
+smartquotes_action = "qe"  # quotes and ellipses; dashes would change the options of the command
+
 html_theme = "furo"
 html_title = "kvcodec"
 html_static_path = ["_static"]
@@ -64,6 +66,9 @@ myst_heading_anchors = 3
 myst_update_mathjax = False
 
 nb_execution_mode = "force"  # a cache would not see that the package has changed
+nb_execution_excludepatterns = [
+    "notebooks/language-model.ipynb"
+]  # it has outputs, and needs a model
 nb_execution_raise_on_error = True
 nb_execution_timeout = 600
 nb_merge_streams = True

@@ -26,6 +26,15 @@ class AttentionResult(NamedTuple):
     log_sum_exp : ndarray of float32, shape (batch, q_heads, q_len)
         Natural logarithm of the sum of the exponentials of the scores; minus infinity where a
         query sees no token.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import kvcodec as kv
+    >>> q, k, v = np.zeros((1, 1, 1, 4)), np.ones((1, 1, 8, 4)), np.ones((1, 1, 8, 4))
+    >>> output, log_sum_exp = kv.attention(q, k, v, return_lse=True)
+    >>> bool(np.isclose(log_sum_exp[0, 0, 0], np.log(8)))
+    True
     """
 
     output: NDArray[np.float32]

@@ -53,6 +53,13 @@ class Codebook:
     unsnapped_mse : float
         The same with ``centroids`` and their midpoints: the least that any quantizer with as many
         levels reaches.
+
+    Examples
+    --------
+    >>> import kvcodec as kv
+    >>> book = kv.codebook(128, 2)
+    >>> book.levels, book.boundaries
+    (array([-123,  -37,   37,  123], dtype=int8), array([-80.,   0.,  80.]))
     """
 
     head_dim: int

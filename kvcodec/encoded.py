@@ -42,6 +42,15 @@ class Encoded:
         The equalizing weights, where the codec equalizes.
     head_dim : int
         Channels of a vector.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import kvcodec as kv
+    >>> k = np.random.default_rng(0).standard_normal((1, 2, 128, 64))
+    >>> keys = kv.codec("int4").encode(k, side="key")
+    >>> keys.packed.shape, keys.scale.shape, keys.center_levels.shape
+    ((1, 2, 128, 32), (1, 2, 128), (1, 2, 2, 64))
     """
 
     codec: Codec
@@ -85,6 +94,14 @@ class Encoded:
         -------
         Encoded
             Itself.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import kvcodec as kv
+        >>> encoded = kv.codec("int8").encode(np.ones((1, 1, 4, 8)), side="value")
+        >>> encoded.freeze().packed.flags.writeable  # what `Codec.encode` returns is frozen
+        False
         """
         for name in ARRAYS:
             array = getattr(self, name)

@@ -166,6 +166,14 @@ def test_classes_are_documented(documented):
         assert documented.describes_all_parameters()
 
 
+@pytest.mark.parametrize("documented", CLASSES + METHODS, ids=repr)
+def test_classes_and_methods_of_the_package_have_an_example(documented):
+    if documented.module == "kvcodec" and not isinstance(documented.obj, property):
+        assert "Examples" in documented.sections
+        if inspect.isfunction(documented.obj) and documented.parameters:
+            assert "Raises" in documented.sections or not documented.checks_its_input
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_every_public_name_is_there_once(name):
     module = importlib.import_module(name)

@@ -37,6 +37,13 @@ class Sample:
         The number of each layer in the model, counted from 0.
     provenance : dict
         Model, license, text and software behind the sample.
+
+    Examples
+    --------
+    >>> import kvcodec as kv
+    >>> sample = kv.load_sample()
+    >>> sample.q.shape, sample.k.shape, sample.layers.tolist()
+    ((4, 9, 192, 64), (4, 3, 1024, 64), [0, 10, 20, 29])
     """
 
     q: NDArray[np.float32] = field(repr=False)
