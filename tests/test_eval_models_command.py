@@ -101,6 +101,16 @@ def test_json_and_options(rows, tmp_path):
 
 
 @hf
+def test_a_config_that_says_no_cache_changes_nothing(rows, model, tmp_path):
+    folder = shutil.copytree(model, tmp_path / "tiny")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"use_cache": False}))
+    options = (*FAST, "--codec", "int4")
+    [expected], [found] = rows(*options), rows("--model", folder, *options)
+    assert found["mean_kl"] == expected["mean_kl"]
+
+
+@hf
 def test_default_codecs_and_what_is_left_out(run, model):
     code, out, err = run("--model", model, "--tokens", 110, "--chunks", 1, "--json")
     assert code == 0

@@ -106,6 +106,17 @@ def test_attention_weights_that_the_config_asks_for():
         logits(packed(model), prompt(20), cache=cache_of(model))
 
 
+def test_generation_that_would_feed_all_tokens_again():
+    model = packed(tiny("Llama"))
+    cache = cache_of(model)
+    with pytest.raises(ValueError, match=r"use_cache must be true .* but is false"):
+        generate(model, prompt(20), cache, use_cache=False)
+    model.config.use_cache = False
+    with pytest.raises(ValueError, match=r"use_cache must be true .* but is false"):
+        logits(model, prompt(20), cache=cache)
+    assert cache.get_seq_length() == 0
+
+
 def test_packed_sequences():
     model, ids = packed(tiny("Llama")), prompt(20)
     positions = torch.cat([torch.arange(12), torch.arange(8)])[None]

@@ -152,7 +152,8 @@ class Run:
         import torch
 
         kept = {"logits_to_keep": max(keep, 1)} if self._takes_kept else {}
-        options = {self._name: self.cache, **kept}
+        # Configs of models from training often say false.
+        options = {self._name: self.cache, "use_cache": True, **kept}
         with torch.inference_mode(), _attention(self.model, self.attention):
             start = perf_counter()
             answer = self.model(torch.tensor([tokens]), **options)

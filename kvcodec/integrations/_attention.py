@@ -207,6 +207,11 @@ def _check_call(
         )
     if is_causal is False or not getattr(module, "is_causal", True):
         raise ValueError('is_causal must be true with attention "kvcodec", but is false.')
+    if others.get("use_cache") is False:
+        raise ValueError(
+            'use_cache must be true with attention "kvcodec", but is false: generation would '
+            "append all earlier tokens to cache again."
+        )
     wants_weights = getattr(getattr(module, "config", None), "output_attentions", False)
     if wants_weights or others.get("output_attentions"):
         raise ValueError(
