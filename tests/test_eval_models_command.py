@@ -9,7 +9,7 @@ import pytest
 
 from kvcodec.cli import main
 from kvcodec.evaluation.measure import Unit
-from kvcodec.evaluation.store import Store, file_digest
+from kvcodec.evaluation.store import Store, _sealed, file_digest
 
 hf = pytest.mark.hf
 FAST = ("--tokens", 120, "--chunks", 2, "--recent", 8, "--sinks", 2)
@@ -340,6 +340,45 @@ class TestResume:
                 message = fails("--model", model, *self.ARGUMENTS, "--resume", directory)
                 assert f"the damaged file {file}; delete it" in message
             file.write_bytes(content)
+
+    @pytest.mark.parametrize(
+        ("options", "changes"),
+        [
+            (
+                ("--tokens", 120, "--chunks", 1, "--last", 50),
+                [
+                    {"codec": "lm2"},
+                    {"tokens": 119},
+                    {"kl": []},
+                    {"kl": [0.5] * 49},
+                    {"log_probability": [None] * 50},
+                    {"same_top": [1] * 50},
+                    {"seconds": 0.0},
+                    {"left_out": "0"},
+                    {"key": []},
+                    {"more": 1},
+                ],
+            ),
+            (
+                ("--task", "needle", "--lengths", 300, "--probes", 1),
+                [{"found": []}, {"found": [1]}, {"found": "t"}, {"more": 1}],
+            ),
+        ],
+    )
+    def test_results_that_cannot_be_any_are_named(
+        self, rows, fails, model, tmp_path, options, changes
+    ):
+        arguments = (*options, "--codec", "int4", "--resume", tmp_path / "results")
+        rows(*arguments)
+        [file] = set((tmp_path / "results").glob("*int4*"))
+        stored = json.loads(file.read_text())
+        results = [stored["result"] | change for change in changes]
+        for damaged in (None, [], {}, *results):
+            file.write_text(json.dumps(_sealed(stored["name"], damaged)))
+            message = fails("--model", model, *arguments)
+            assert f"the damaged file {file}; delete it" in message, damaged
+        file.write_text(json.dumps(stored))
+        rows(*arguments)
 
 
 def test_a_store_keeps_names_apart(tmp_path):

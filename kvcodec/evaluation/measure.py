@@ -98,6 +98,32 @@ class Unit:
             {"found": run_probes(model, self.work, pair, self.options, advance)} for pair in pairs
         ]
 
+    def can_be_result(self, codec: str, result: Any) -> bool:
+        """Whether `run` can have given this.
+
+        Parameters
+        ----------
+        codec : str
+            The name of the codec pair.
+        result : object
+            What JSON held.
+
+        Returns
+        -------
+        bool
+            Whether names, kinds and counts are right.
+        """
+        if not isinstance(self.work, Probes):
+            last = self.options.last
+            counted = self.tokens if last is None else min(last, self.tokens)
+            return Predictions.can_be_dict(result, codec, self.tokens, counted)
+        return (
+            isinstance(result, dict)
+            and set(result) == {"found"}
+            and isinstance(result["found"], list)
+            and [type(each) for each in result["found"]] == [bool] * len(self.work.rests)
+        )
+
 
 def chunk_units(chunks: Sequence[list[int]], options: ChunkOptions) -> list[Unit]:
     """A unit for each chunk of a text.
@@ -241,6 +267,8 @@ def stored_results(
             found = None if store is None else store.get(f"{unit.name}, {pair.name}")
             if found is None:
                 lacking.append(pair)
+            elif store is not None and not unit.can_be_result(pair.name, found):
+                raise store.damaged(f"{unit.name}, {pair.name}")
             else:
                 results[unit.name, pair.name] = found
         if lacking:

@@ -84,9 +84,24 @@ class Store:
             return None
         stored = _read(path)
         result = stored.get("result") if isinstance(stored, dict) else None
-        if stored != _sealed(name, result):
-            raise ValueError(f"resume holds the damaged file {path}; delete it.")
+        if result is None or stored != _sealed(name, result):
+            raise _damaged(path)
         return result
+
+    def damaged(self, name: str) -> ValueError:
+        """What to raise if what is stored for a piece cannot be its result.
+
+        Parameters
+        ----------
+        name : str
+            The name of the piece.
+
+        Returns
+        -------
+        ValueError
+            It names the file.
+        """
+        return _damaged(self._path(name))
 
     def put(self, name: str, result: Any) -> None:
         """Keep the result of a piece: as a whole, or not at all.
@@ -121,13 +136,17 @@ def _read(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
-        raise ValueError(f"resume holds the damaged file {path}; delete it.") from None
+        raise _damaged(path) from None
+
+
+def _damaged(path: Path) -> ValueError:
+    return ValueError(f"resume holds the damaged file {path}; delete it.")
 
 
 def _check_same(directory: Path, found: Any, about: dict[str, Any]) -> None:
     """Raise unless a directory's note says what this measurement says of itself."""
     if not isinstance(found, dict):
-        raise ValueError(f"resume holds the damaged file {directory / ABOUT}; delete it.")
+        raise _damaged(directory / ABOUT)
     for name in sorted({*about, *found}):
         if about.get(name) != found.get(name):
             raise ValueError(
