@@ -33,14 +33,16 @@ if TYPE_CHECKING:
 
 __all__ = ["evaluate"]
 
-DIVERGENCE, NEEDLE = "divergence", "needle"
+DIVERGENCE, NEEDLE, GREEDY = "divergence", "needle", "greedy"
 MOST_TOKENS = 2**24
 EVERYWHERE = {"names", "sinks", "recent", "json_file"}
-ON_MODELS = EVERYWHERE | {"model", "task", "text", "chunk", "block", "seed", "resume", "scheduler"}
+ON_MODELS = EVERYWHERE | {"model", "task", "text", "chunk", "block"}
+IN_UNITS = ON_MODELS | {"seed", "resume", "scheduler"}
 ALLOWED = {
     "without --model": EVERYWHERE | {"tensors_file", "plot_file"},
-    f"with --task {DIVERGENCE}": ON_MODELS | {"tokens", "chunks", "last", "plot_file"},
-    f"with --task {NEEDLE}": ON_MODELS | {"lengths", "probes"},
+    f"with --task {DIVERGENCE}": IN_UNITS | {"tokens", "chunks", "last", "plot_file"},
+    f"with --task {NEEDLE}": IN_UNITS | {"lengths", "probes"},
+    f"with --task {GREEDY}": ON_MODELS | {"tokens", "prompts", "new_tokens"},
 }
 
 
@@ -54,6 +56,14 @@ def _lengths(_: click.Context, option: click.Parameter, given: str) -> tuple[int
             param=option,
         )
     return tuple(dict.fromkeys(int(word) for word in words))
+
+
+def _count(
+    name: str, default: int, about: str, *, least: int = 1, most: int | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """An option that is a number of things."""
+    numbers = click.IntRange(least, most)
+    return click.option(name, type=numbers, default=default, show_default=True, help=about)
 
 
 @click.command("eval")
@@ -73,11 +83,11 @@ def _lengths(_: click.Context, option: click.Parameter, given: str) -> tuple[int
 )
 @click.option(
     "--task",
-    type=click.Choice([DIVERGENCE, NEEDLE]),
+    type=click.Choice([DIVERGENCE, NEEDLE, GREEDY]),
     default=DIVERGENCE,
     show_default=True,
-    help="With --model: how far predictions of a text are from those of a float32 run, or how "
-    "often a code that the context mentions once is found.",
+    help="With --model: how far predictions of a text are from those of a float32 run, how often "
+    "a code that the context mentions once is found, or how long greedy decoding writes the same.",
 )
 @click.option(
     "--codec",
@@ -87,27 +97,20 @@ def _lengths(_: click.Context, option: click.Parameter, given: str) -> tuple[int
     help="What to measure: a preset (int4), presets of keys and values (lm4/lm2), either with a "
     "word behind it (hadamard, unrotated, plain, centered, g128), fp16 (without --model), or fp32 "
     "or bf16 (with --model). Can be repeated. By default a table of all kinds; with --task needle "
-    "fp32, int8, int4 and lm4/lm2.",
+    "fp32, int8, int4 and lm4/lm2, and with --task greedy int8 and int4.",
 )
 @click.option(
     "--text",
     metavar="FILE",
     help="Text in UTF-8 to run the model on. By default the help topics that Python ships.",
 )
-@click.option(
+@_count(
     "--tokens",
-    type=click.IntRange(1, MOST_TOKENS),
-    default=512,
-    show_default=True,
-    help="Tokens of a chunk of text.",
+    512,
+    "Tokens of a chunk of text, and of a prompt of --task greedy.",
+    most=MOST_TOKENS,
 )
-@click.option(
-    "--chunks",
-    type=click.IntRange(1),
-    default=4,
-    show_default=True,
-    help="Chunks of text, evenly spaced.",
-)
+@_count("--chunks", 4, "Chunks of text, evenly spaced.")
 @click.option(
     "--last",
     type=click.IntRange(1),
@@ -122,34 +125,16 @@ def _lengths(_: click.Context, option: click.Parameter, given: str) -> tuple[int
     metavar="N,N",
     help="Tokens of the contexts of --task needle.",
 )
-@click.option(
-    "--probes",
-    type=click.IntRange(1),
-    default=100,
-    show_default=True,
-    help="Contexts of each length of --task needle.",
+@_count("--probes", 100, "Contexts of each length of --task needle.")
+@_count("--prompts", 3, "Prompts of --task greedy: chunks of text, evenly spaced.")
+@_count(
+    "--new-tokens", 24, "Tokens that --task greedy decodes after each prompt.", most=MOST_TOKENS
 )
-@click.option(
-    "--chunk",
-    type=click.IntRange(1),
-    default=128,
-    show_default=True,
-    help="Tokens that the model is fed in one forward pass. 1 is as slow as generation.",
+@_count(
+    "--chunk", 128, "Tokens that the model is fed in one forward pass. 1 is as slow as generation."
 )
-@click.option(
-    "--sinks",
-    type=click.IntRange(min=0),
-    default=4,
-    show_default=True,
-    help="Tokens at the beginning that stay exact.",
-)
-@click.option(
-    "--recent",
-    type=click.IntRange(min=0),
-    default=32,
-    show_default=True,
-    help="Newest tokens that stay exact.",
-)
+@_count("--sinks", 4, "Tokens at the beginning that stay exact.", least=0)
+@_count("--recent", 32, "Newest tokens that stay exact.", least=0)
 @click.option(
     "--block",
     type=click.IntRange(1),
@@ -193,7 +178,8 @@ def evaluate(context: click.Context, /, **options: Any) -> None:
 
     With --model, the model runs on text with its cache packed, as in generation. Reported for each
     codec: KL divergence of the predictions from those of a float32 run, how often the likeliest
-    token is the same, perplexity, and speed; or, with --task needle, how often a code is found.
+    token is the same, perplexity, and speed; or, with --task needle, how often a code is found; or,
+    with --task greedy, how many tokens are the same and how close the first other choice was.
     """
     from kvcodec import evaluation
 
@@ -207,6 +193,8 @@ def evaluate(context: click.Context, /, **options: Any) -> None:
     check_distinct(**inputs, json_file=json_file, plot_file=plot_file)
     if options["model"] is not None and options["task"] == NEEDLE:
         rows, table = _needle(options)
+    elif options["model"] is not None and options["task"] == GREEDY:
+        rows, table = _greedy(options)
     else:
         run = _on_tensors if options["model"] is None else _divergence
         rows, table, draw = run(options)
@@ -356,6 +344,24 @@ def _needle(options: dict[str, Any]) -> tuple[Any, Any]:
     return rows, evaluation.make_needle_table(rows)
 
 
+def _greedy(options: dict[str, Any]) -> tuple[Any, Any]:
+    from kvcodec import evaluation
+    from kvcodec.evaluation.measure import check_model_pair
+
+    pairs = _chosen_pairs(options["names"], evaluation.GREEDY_NAMES, options["block"])
+    model, text, run = _begin(options)
+    tokens, count = options["tokens"], options["prompts"]
+    cut = evaluation.cut_chunks(model.encode(text), model.first_tokens, tokens, count)
+    prompts = [chunk[:-1] for chunk in cut]
+    for pair in pairs:
+        check_model_pair(model, pair, run, tokens + options["new_tokens"] - 1)
+    with progress_bar("evaluating") as progress:
+        rows = evaluation.compare_greedy(
+            model, prompts, pairs, options["new_tokens"], run, progress
+        )
+    return rows, evaluation.make_greedy_table(rows)
+
+
 def _begin(options: dict[str, Any]) -> tuple[LanguageModel, str, Any]:
     """The model, the text, and how the model is run."""
     from kvcodec import evaluation
@@ -382,7 +388,7 @@ def _measure(
     from kvcodec.evaluation.measure import check_model_pair, measure
 
     def check(pair: CodecPair) -> None:
-        check_model_pair(model, pair, units)
+        check_model_pair(model, pair, units[0].options, min(unit.tokens for unit in units))
 
     if options["names"]:
         for pair in pairs:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
+from kvcodec.cli import main
 from kvcodec.testing import backends, exact_attention
 
 _COMMON = {
@@ -37,6 +38,34 @@ def twin(request):
     """Run the test on the reference, and on the fast path at its highest SIMD level."""
     with request.param.context():
         yield
+
+
+@pytest.fixture
+def run(capsys):
+    """Run ``kvcodec``; its exit code, standard output and standard error."""
+
+    def command(*arguments):
+        with pytest.raises(SystemExit) as leaving:
+            main([str(argument) for argument in arguments], prog_name="kvcodec")
+        captured = capsys.readouterr()
+        return leaving.value.code or 0, captured.out, captured.err
+
+    return command
+
+
+@pytest.fixture
+def fails(run):
+    """Run the command and return the one line that it says about a user's error."""
+
+    def command(*arguments):
+        code, out, err = run(*arguments)
+        assert (code, out) == (2, "")
+        assert err.startswith("Error: ")
+        assert err.endswith("\n")
+        assert err.count("\n") == 1
+        return err
+
+    return command
 
 
 def splitmix64(x):

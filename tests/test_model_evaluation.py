@@ -408,22 +408,19 @@ class TestLoading:
 
 
 class TestWhatIsNotPossible:
-    def units(self, tokens):
-        return chunk_units([chunk(tokens)], OPTIONS)
-
     def test_chunks_without_a_packed_token(self):
         model, [pair] = language(tiny("Llama")), pairs_of("int4")
-        check_model_pair(model, pair, self.units(28))
+        check_model_pair(model, pair, OPTIONS, 28)
         with pytest.raises(ValueError, match="it takes 28 tokens, but 27 are given"):
-            check_model_pair(model, pair, self.units(27))
-        check_model_pair(model, *pairs_of("fp32"), self.units(2))
+            check_model_pair(model, pair, OPTIONS, 27)
+        check_model_pair(model, *pairs_of("fp32"), OPTIONS, 2)
 
     def test_codecs_that_do_not_fit(self):
         model = language(tiny("Llama", head_dim=100))
         with pytest.raises(ValueError, match="int4 cannot be evaluated on this model: head_dim"):
-            check_model_pair(model, *pairs_of("int4"), self.units(FED))
+            check_model_pair(model, *pairs_of("int4"), OPTIONS, FED)
         with pytest.raises(ValueError, match="fp16 is for tensors"):
-            check_model_pair(model, codec_pair("fp16"), self.units(FED))
+            check_model_pair(model, codec_pair("fp16"), OPTIONS, FED)
 
     @pytest.mark.parametrize("name", ["sinks", "recent", "chunk", "last"])
     def test_options_are_whole_numbers(self, name):

@@ -175,7 +175,9 @@ def needle_units(probes: Sequence[Probes], options: ChunkOptions) -> list[Unit]:
     return [Unit(f"length {each.length}, depth {each.depth:.6f}", each, options) for each in probes]
 
 
-def check_model_pair(model: LanguageModel, pair: CodecPair, units: Sequence[Unit]) -> None:
+def check_model_pair(
+    model: LanguageModel, pair: CodecPair, options: ChunkOptions, tokens: int
+) -> None:
     """Raise a ValueError that says why a codec pair cannot be measured.
 
     Parameters
@@ -184,24 +186,24 @@ def check_model_pair(model: LanguageModel, pair: CodecPair, units: Sequence[Unit
         The model.
     pair : CodecPair
         The codecs.
-    units : sequence of Unit
-        What they are to be measured in.
+    options : ChunkOptions
+        How the cache is made.
+    tokens : int
+        Tokens that are fed at least.
 
     Raises
     ------
     ValueError
-        If the codecs do not fit the model, or no query of some unit would see a packed token.
+        If the codecs do not fit the model, or no query would see a packed token.
     """
     if pair.key is None and pair.exact_dtype is None:
         raise ValueError(f"{pair.name} is for tensors; a cache keeps exact tokens as fp32 or bf16.")
-    options = units[0].options
     packed_run(model, pair, options)
     needed = options.sinks + options.recent + pair.block
-    shortest = min(unit.tokens for unit in units)
-    if pair.key is not None and shortest < needed:
+    if pair.key is not None and tokens < needed:
         raise ValueError(
             f"no query sees a packed token: with sinks={options.sinks}, recent={options.recent} "
-            f"and blocks of {pair.block} it takes {needed} tokens, but {shortest} are given."
+            f"and blocks of {pair.block} it takes {needed} tokens, but {tokens} are given."
         )
 
 
@@ -264,16 +266,27 @@ def stored_results(
     for unit in units:
         lacking = []
         for pair in pairs:
-            found = None if store is None else store.get(f"{unit.name}, {pair.name}")
+            found = None if store is None else _stored_result(store, unit, pair)
             if found is None:
                 lacking.append(pair)
-            elif store is not None and not unit.can_be_result(pair.name, found):
-                raise store.damaged(f"{unit.name}, {pair.name}")
             else:
                 results[unit.name, pair.name] = found
         if lacking:
             missing.append((unit, lacking))
     return results, missing
+
+
+def _stored_result(store: Store, unit: Unit, pair: CodecPair) -> dict[str, Any] | None:
+    """What a store has of a unit and codec; raises if it cannot be that."""
+    name = _stored_name(unit, pair)
+    found = store.get(name)
+    if found is not None and not unit.can_be_result(pair.name, found):
+        raise store.damaged(name)
+    return found
+
+
+def _stored_name(unit: Unit, pair: CodecPair) -> str:
+    return f"{unit.name}, {pair.name}"
 
 
 def keep_result(
@@ -282,7 +295,7 @@ def keep_result(
     """Add a result, and store it."""
     results[unit.name, pair.name] = result
     if store is not None:
-        store.put(f"{unit.name}, {pair.name}", result)
+        store.put(_stored_name(unit, pair), result)
 
 
 def divergence_rows(
