@@ -5,7 +5,9 @@ import os
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
+from storage_cases import small_cache
 
+from kvcodec import storage
 from kvcodec.cli import main
 from kvcodec.testing import backends, exact_attention
 
@@ -66,6 +68,23 @@ def fails(run):
         return err
 
     return command
+
+
+@pytest.fixture
+def path(tmp_path):
+    """A file that holds a small cache."""
+    small_cache().save(tmp_path / "cache.safetensors")
+    return tmp_path / "cache.safetensors"
+
+
+@pytest.fixture
+def nothing_is_built(monkeypatch):
+    """Loading fails where a cache is built."""
+
+    def build(*args, **options):
+        raise AssertionError("a cache was built")
+
+    monkeypatch.setattr(storage, "KVCache", build)
 
 
 def splitmix64(x):
