@@ -204,10 +204,6 @@ class Run:
             self.seconds += perf_counter() - start
         return answer.logits[0, answer.logits.shape[1] - keep :].float()
 
-    def forget(self) -> None:
-        """Give the memory of the cache back, which Python would keep: it refers to itself."""
-        self.cache.reset()
-
 
 @contextmanager
 def _attention(model: Any, name: str) -> Iterator[None]:
@@ -325,7 +321,6 @@ def evaluate_chunk(
             advance()
     for run, predictions in zip(runs, found, strict=True):
         predictions.tokens, predictions.seconds = fed, run.seconds
-        run.forget()
     return found
 
 

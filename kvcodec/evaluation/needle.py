@@ -292,9 +292,7 @@ def run_probes(
     for rest, code_tokens in zip(probes.rests, probes.code_tokens, strict=True):
         run = Run(shared.model, shared.attention, shared.cache.copy())
         found.append(_writes_code(run, rest, code_tokens, options.chunk))
-        run.forget()
         advance()
-    shared.forget()
     return found
 
 
