@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from kvcodec.cli_output import (
 if TYPE_CHECKING:
     from kvcodec.evaluation import (
         AttentionQuality,
+        ChunkOptions,
         CodecPair,
         LanguageModel,
         Tensors,
@@ -252,10 +253,10 @@ def _possible_pairs(
             left_out.setdefault(reason, []).append(pair.name)
         else:
             possible.append(pair)
+    if not possible:
+        raise ValueError(f"no codec can be evaluated on {source}: {next(iter(left_out))}")
     for reason, names in left_out.items():
         click.echo(f"Note: left out are {', '.join(names)}: {reason}", err=True)
-    if not possible:
-        raise ValueError(f"no codec can be evaluated on {source}.")
     return possible
 
 
@@ -313,14 +314,12 @@ def _divergence(options: dict[str, Any]) -> tuple[Any, Any, Callable[[str], None
     from kvcodec import evaluation
     from kvcodec.evaluation.measure import chunk_units, divergence_rows
 
-    pairs = _chosen_pairs(options["names"], evaluation.MODEL_NAMES, options["block"])
-    model, text, run = _begin(options)
     tokens, chunks = options["tokens"], options["chunks"]
-    cut = evaluation.cut_chunks(model.encode(text), model.first_tokens, tokens, chunks)
-    units = chunk_units(cut, run)
-    about = {"task": DIVERGENCE, "tokens": tokens, "chunks": chunks}
-    pairs, results = _measure(options, model, units, pairs, text, about)
-    rows = divergence_rows(model, results, units, pairs, options["seed"])
+    begun = _begin(options, evaluation.MODEL_NAMES, tokens, ("tokens", "chunks"))
+    cut = evaluation.cut_chunks(begun.tokens, begun.model.first_tokens, tokens, chunks)
+    units = chunk_units(cut, begun.run)
+    pairs, results = _measure(options, begun, units)
+    rows = divergence_rows(begun.model, results, units, pairs, options["seed"])
     table = evaluation.make_model_table(rows)
     return rows, table, lambda file: evaluation.draw_model_plot(rows, file)
 
@@ -329,90 +328,116 @@ def _needle(options: dict[str, Any]) -> tuple[Any, Any]:
     from kvcodec import evaluation
     from kvcodec.evaluation.measure import needle_rows, needle_units
 
-    pairs = _chosen_pairs(options["names"], evaluation.NEEDLE_NAMES, options["block"])
-    model, text, run = _begin(options)
-    count, seed = options["probes"], options["seed"]
+    lengths, count, seed = options["lengths"], options["probes"], options["seed"]
+    about = ("lengths", "probes", "seed")
+    begun = _begin(options, evaluation.NEEDLE_NAMES, min(lengths), about)
     probes = [
         each
-        for length in options["lengths"]
-        for each in evaluation.make_probes(model, text, length, count, seed)
+        for length in lengths
+        for each in evaluation.make_probes(begun.model, begun.text, length, count, seed)
     ]
-    units = needle_units(probes, run)
-    about = {"task": NEEDLE, "lengths": list(options["lengths"]), "probes": count, "seed": seed}
-    pairs, results = _measure(options, model, units, pairs, text, about)
-    rows = needle_rows(model, results, units, pairs, seed)
+    units = needle_units(probes, begun.run)
+    pairs, results = _measure(options, begun, units)
+    rows = needle_rows(begun.model, results, units, pairs, seed)
     return rows, evaluation.make_needle_table(rows)
 
 
 def _greedy(options: dict[str, Any]) -> tuple[Any, Any]:
     from kvcodec import evaluation
-    from kvcodec.evaluation.measure import check_model_pair
 
-    pairs = _chosen_pairs(options["names"], evaluation.GREEDY_NAMES, options["block"])
-    model, text, run = _begin(options)
-    tokens, count = options["tokens"], options["prompts"]
-    cut = evaluation.cut_chunks(model.encode(text), model.first_tokens, tokens, count)
+    tokens, count, new_tokens = options["tokens"], options["prompts"], options["new_tokens"]
+    begun = _begin(options, evaluation.GREEDY_NAMES, tokens + new_tokens - 1)
+    cut = evaluation.cut_chunks(begun.tokens, begun.model.first_tokens, tokens, count)
     prompts = [chunk[:-1] for chunk in cut]
-    for pair in pairs:
-        check_model_pair(model, pair, run, tokens + options["new_tokens"] - 1)
+    pairs = _fitting_pairs(options, begun)
     with progress_bar("evaluating") as progress:
         rows = evaluation.compare_greedy(
-            model, prompts, pairs, options["new_tokens"], run, progress
+            begun.model, prompts, pairs, new_tokens, begun.run, progress
         )
     return rows, evaluation.make_greedy_table(rows)
 
 
-def _begin(options: dict[str, Any]) -> tuple[LanguageModel, str, Any]:
-    """The model, the text, and how the model is run."""
+@dataclass(frozen=True)
+class _Begun:
+    """A task whose options have been checked, and the model that it runs."""
+
+    model: LanguageModel
+    text: str
+    pairs: Sequence[CodecPair]
+    run: ChunkOptions
+    fed: int
+    store: Store | None
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.model.encode(self.text)
+
+
+def _begin(
+    options: dict[str, Any], default: Sequence[str], fed: int, about: Sequence[str] = ()
+) -> _Begun:
+    """Check all that can be checked without the model, then load it.
+
+    `fed` are the tokens that are fed at least, `about` what else the results depend on. With
+    workers, only they need the weights.
+    """
     from kvcodec import evaluation
     from kvcodec.evaluation.cluster import check_scheduler
+    from kvcodec.evaluation.measure import check_tokens
+    from kvcodec.evaluation.models import check_model_path
 
+    pairs = _chosen_pairs(options["names"], default, options["block"])
     if options["scheduler"] is not None:
         check_scheduler(options["scheduler"])
     text = evaluation.read_text(options["text"])
     names = ("sinks", "recent", "chunk", "last")
     run = evaluation.ChunkOptions(**{name: options[name] for name in names})
-    return evaluation.load_language_model(options["model"]), text, run
+    for pair in pairs if options["names"] else ():
+        check_tokens(pair, run, fed)
+    check_model_path(options["model"])
+    store = _store(options, run, text, about)
+    weights = options["scheduler"] is None
+    model = evaluation.load_language_model(options["model"], weights=weights)
+    return _Begun(model, text, pairs, run, fed, store)
+
+
+def _fitting_pairs(options: dict[str, Any], begun: _Begun) -> list[CodecPair]:
+    """The pairs, all of which must be possible if they were chosen; else those that are."""
+    from kvcodec.evaluation.language_model import packed_run
+    from kvcodec.evaluation.measure import check_tokens
+
+    def check(pair: CodecPair) -> None:
+        check_tokens(pair, begun.run, begun.fed)
+        packed_run(begun.model, pair, begun.run)
+
+    if not options["names"]:
+        return _possible_pairs(begun.pairs, check, begun.model.source)
+    for pair in begun.pairs:
+        check(pair)
+    return list(begun.pairs)
 
 
 def _measure(
-    options: dict[str, Any],
-    model: LanguageModel,
-    units: Sequence[Unit],
-    pairs: Sequence[CodecPair],
-    text: str,
-    about: dict[str, Any],
+    options: dict[str, Any], begun: _Begun, units: Sequence[Unit]
 ) -> tuple[list[CodecPair], Any]:
     """The pairs that are possible, and their results."""
     from kvcodec.evaluation.cluster import measure_on_cluster
-    from kvcodec.evaluation.measure import check_model_pair, measure
+    from kvcodec.evaluation.measure import measure
 
-    def check(pair: CodecPair) -> None:
-        check_model_pair(model, pair, units[0].options, min(unit.tokens for unit in units))
-
-    if options["names"]:
-        for pair in pairs:
-            check(pair)
-    else:
-        pairs = _possible_pairs(pairs, check, model.source)
-    store = _store(options, units, text, about)
+    pairs, store = _fitting_pairs(options, begun), begun.store
+    if store is not None:
+        store.begin()
     with progress_bar("evaluating") as progress:
         if options["scheduler"] is None:
-            results = measure(model, units, pairs, store=store, progress=progress)
-        else:
-            results = measure_on_cluster(
-                options["scheduler"],
-                options["model"],
-                units,
-                pairs,
-                store=store,
-                progress=progress,
-            )
-    return list(pairs), results
+            return pairs, measure(begun.model, units, pairs, store=store, progress=progress)
+        scheduler, path = options["scheduler"], options["model"]
+        return pairs, measure_on_cluster(
+            scheduler, path, units, pairs, store=store, progress=progress
+        )
 
 
 def _store(
-    options: dict[str, Any], units: Sequence[Unit], text: str, about: dict[str, Any]
+    options: dict[str, Any], run: ChunkOptions, text: str, about: Sequence[str]
 ) -> Store | None:
     """The directory of --resume, with a note of all that results depend on."""
     import hashlib
@@ -425,10 +450,11 @@ def _store(
         options["resume"],
         {
             "kvcodec": __version__,
+            "task": options["task"],
             "model": file_digest(Path(options["model"])),
             "text": hashlib.sha256(text.encode()).hexdigest(),
+            **{name: list(options[name]) if name == "lengths" else options[name] for name in about},
+            **asdict(run),
             "block": options["block"],
-            **about,
-            **asdict(units[0].options),
         },
     )

@@ -153,6 +153,9 @@ def test_needle(run, rows, model):
         (("--model", "x", "--codec", "int5"), "codec must be fp16, fp32, bf16"),
         (("--model", "x", "--block", 3, "--codec", "kivi2"), "block must be a multiple"),
         (("--model", "/nowhere/m.gguf"), "model must be a folder or a .gguf file"),
+        (("--model", ""), "model must be a folder or a .gguf file, but '' is neither"),
+        (("--model", "x", "--codec", "fp16"), "fp16 is for tensors"),
+        (("--model", "x", "--tokens", 50, "--codec", "int4"), "no query sees a packed token"),
         (("--model", "x", "--text", "/nowhere/text"), "No such file"),
         (("--model", "x", "--scheduler", "local:0"), "scheduler must be local, local:N"),
         (("--codec", "fp32"), "fp32 is a number type of a model's cache; for tensors take fp16"),
@@ -164,8 +167,6 @@ def test_errors_are_one_line(fails, arguments, message):
 
 @hf
 def test_errors_about_the_model_are_one_line(fails, model, tmp_path):
-    assert "fp16 is for tensors" in fails("--model", model, *FAST, "--codec", "fp16")
-    assert "no query sees a packed" in fails("--model", model, "--tokens", 50, "--codec", "int4")
     short = tmp_path / "text"
     short.write_text("short")
     assert "text must have at least" in fails("--model", model, "--text", short)
@@ -173,6 +174,52 @@ def test_errors_about_the_model_are_one_line(fails, model, tmp_path):
     assert "cannot be loaded" in fails("--model", tmp_path)
     many = ("--sinks", 10**12, "--codec", "fp32")
     assert "exact tokens that fit into memory" in fails("--model", model, *many)
+
+
+@hf
+@pytest.mark.parametrize("scheduler", [(), ("--scheduler", "local:1")])
+def test_the_model_is_loaded_last_and_only_where_it_runs(
+    rows, fails, model, tmp_path, monkeypatch, scheduler
+):
+    from kvcodec import evaluation
+
+    if scheduler:
+        pytest.importorskip("distributed")
+    rows(*FAST, "--codec", "int8", "--resume", tmp_path / "results")
+    loaded = []
+
+    def load(path, *, weights=True):
+        loaded.append(weights)
+        raise ValueError("the model is asked for")
+
+    monkeypatch.setattr(evaluation, "load_language_model", load)
+    arguments = ("--model", model, *FAST, *scheduler)
+    for wrong in (
+        ("--codec", "fp16"),
+        ("--tokens", 50, "--codec", "int4"),
+        ("--text", tmp_path / "nothing"),
+        ("--scheduler", "local:none"),
+        ("--chunk", 7, "--resume", tmp_path / "results"),
+    ):
+        assert "asked for" not in fails(*arguments, *wrong)
+    assert loaded == []
+    assert "asked for" in fails(*arguments, "--resume", tmp_path / "new")
+    assert loaded == [not scheduler]
+    assert not (tmp_path / "new").exists()
+
+
+@hf
+@pytest.mark.parametrize("kind", ["nan", "inf"])
+def test_weights_that_are_no_numbers_are_named(fails, model, tmp_path, kind):
+    from safetensors.torch import load_file, save_file
+
+    folder = shutil.copytree(model, tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    wrong = "model.layers.1.self_attn.k_proj.weight"
+    weights[wrong][0, 0] = float(kind)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    message = fails("--model", folder, *FAST)
+    assert f"cannot be run: its weights {wrong} are not all finite numbers" in message
 
 
 @hf
@@ -294,6 +341,8 @@ class TestResume:
                 message
             )
             assert f"{option} is " in message
+        task = ("--task", "needle", "--lengths", 300, "--resume", directory)
+        assert " task is 'divergence' instead of 'needle'" in fails("--model", model, *task)
         text = tmp_path / "text"
         text.write_text("other " * 200)
         assert " text is " in fails(*arguments, "--text", text)
@@ -362,6 +411,8 @@ class TestResume:
 
 def test_a_store_keeps_names_apart(tmp_path):
     store = Store(tmp_path / "new" / "store", {"a": 1})
+    assert not (tmp_path / "new").exists()
+    store.begin()
     store.put("lm4/lm2", [1])
     store.put("lm4-lm2", {"x": float("inf")})
     again = Store(tmp_path / "new" / "store", {"a": 1})
@@ -375,6 +426,7 @@ def test_a_store_keeps_names_apart(tmp_path):
 @pytest.mark.parametrize("change", [{"result": 5}, {"result": {"kl": [0.5]}}, {"name": "other"}])
 def test_a_store_tells_damage_that_is_json(tmp_path, change):
     store = Store(tmp_path / "store", {})
+    store.begin()
     store.put("piece", {"kl": [0.25]})
     [file] = [file for file in (tmp_path / "store").iterdir() if file.name.startswith("piece")]
     file.write_text(json.dumps(json.loads(file.read_text()) | change))

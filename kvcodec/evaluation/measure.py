@@ -25,7 +25,7 @@ from kvcodec.evaluation.store import Store
 
 __all__ = [
     "Unit",
-    "check_model_pair",
+    "check_tokens",
     "chunk_units",
     "divergence_rows",
     "measure",
@@ -175,15 +175,11 @@ def needle_units(probes: Sequence[Probes], options: ChunkOptions) -> list[Unit]:
     return [Unit(f"length {each.length}, depth {each.depth:.6f}", each, options) for each in probes]
 
 
-def check_model_pair(
-    model: LanguageModel, pair: CodecPair, options: ChunkOptions, tokens: int
-) -> None:
-    """Raise a ValueError that says why a codec pair cannot be measured.
+def check_tokens(pair: CodecPair, options: ChunkOptions, tokens: int) -> None:
+    """Raise a ValueError that says why a codec pair cannot be measured, whatever the model.
 
     Parameters
     ----------
-    model : LanguageModel
-        The model.
     pair : CodecPair
         The codecs.
     options : ChunkOptions
@@ -194,11 +190,10 @@ def check_model_pair(
     Raises
     ------
     ValueError
-        If the codecs do not fit the model, or no query would see a packed token.
+        If the pair is for tensors only, or no query would see a packed token.
     """
     if pair.key is None and pair.exact_dtype is None:
         raise ValueError(f"{pair.name} is for tensors; a cache keeps exact tokens as fp32 or bf16.")
-    packed_run(model, pair, options)
     needed = options.sinks + options.recent + pair.block
     if pair.key is not None and tokens < needed:
         raise ValueError(
