@@ -4,6 +4,7 @@ from importlib.util import find_spec
 
 HAS_HF = all(find_spec(name) for name in ("torch", "transformers"))
 NEED_HF = [
+    "kvcodec/benchmark/model_report.py",
     "kvcodec/evaluation/language_model.py",
     "kvcodec/evaluation/needle.py",
     "kvcodec/integrations/*.py",

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from kvcodec import PRESETS, __version__, get_config
 from kvcodec.cli_eval import evaluate
@@ -23,9 +24,11 @@ from kvcodec.cli_output import (
 )
 
 if TYPE_CHECKING:
-    from kvcodec.benchmark import PeerMeasurement
+    from kvcodec.benchmark import ModelSettings, PeerMeasurement
 
 __all__ = ["main"]
+
+ON_MODELS = {"model", "contexts", "names", "threads", "repeats", "json_file"}
 
 
 @contextmanager
@@ -73,12 +76,20 @@ main.add_command(evaluate)
 
 @main.command("bench")
 @click.option(
+    "--model",
+    metavar="PATH",
+    help="Measure decoding on a language model instead, beside other caches of Transformers: a "
+    "folder of Transformers or a .gguf file (needs the extra hf). Goes with --context, --codec, "
+    "--threads, --repeats and --json.",
+)
+@click.option(
     "--context",
     "contexts",
     type=click.IntRange(1, 2**24),
     metavar="N",
     multiple=True,
-    help="Tokens that a decoded query attends to. Can be repeated. By default 4096 and 32768.",
+    help="Tokens that a decoded query attends to. Can be repeated. By default 4096 and 32768, "
+    "and with --model 4096 and 8000.",
 )
 @click.option(
     "--codec",
@@ -86,7 +97,7 @@ main.add_command(evaluate)
     metavar="NAME",
     multiple=True,
     help="What to measure beside int4, by a name as of kvcodec eval: int8, lm4/lm2. Can be "
-    "repeated. By default all presets.",
+    "repeated. By default all presets, and with --model int8.",
 )
 @click.option(
     "--threads",
@@ -120,7 +131,11 @@ main.add_command(evaluate)
 )
 @click.option("--llama", metavar="PATH", help="--peers, with the ggml of llama.cpp from here.")
 @click.option("--ik-llama", metavar="PATH", help="--peers, with the ggml of ik_llama.cpp too.")
+@click.pass_context
 def bench(
+    context: click.Context,
+    /,
+    model: str | None,
     contexts: tuple[int, ...],
     names: tuple[str, ...],
     threads: tuple[int, ...],
@@ -140,11 +155,20 @@ def bench(
     What is compared takes turns in rounds, and a ratio is the median of those within each round:
     to a plain loop that reads as many bytes, to int4, or to another library. Single times are of
     no use where others share the machine.
+
+    With --model, the model decodes the same tokens with a KVCodecCache, a DynamicCache and a
+    QuantizedCache, in float32 and in bfloat16.
     """
     from kvcodec import benchmark
     from kvcodec.evaluation import check_plot, print_table
 
     check_environment()
+    if model is not None:
+        _check_together(context)
+        _bench_model(
+            benchmark.make_model_settings(model, contexts, names, threads, repeats), json_file
+        )
+        return
     shape = benchmark.Shape(q_heads, kv_heads, head_dim)
     settings = benchmark.make_settings(shape, contexts, names, threads, repeats, quick)
     libraries = _ggml_libraries(llama, ik_llama)
@@ -172,6 +196,37 @@ def bench(
         click.echo(benchmark.describe_settings(settings, machine))
         for table in benchmark.make_tables(rows, compared):
             print_table(table)
+        for name, reason in missing.items():
+            click.echo(f"Not measured: {name}: {reason}")
+
+
+def _check_together(context: click.Context) -> None:
+    """Report an option that would have no effect with --model."""
+    for option in context.command.params:
+        given = context.get_parameter_source(option.name) == ParameterSource.COMMANDLINE
+        if given and option.name not in ON_MODELS:
+            raise ValueError(
+                f"{option.opts[0]} is not possible with --model, which goes with --context, "
+                "--codec, --threads, --repeats and --json."
+            )
+
+
+def _bench_model(settings: ModelSettings, json_file: str | None) -> None:
+    """Measure decoding on a language model."""
+    from kvcodec import benchmark
+    from kvcodec.evaluation import load_language_model, print_table
+
+    check_files(json_file)
+    machine = benchmark.describe_machine()
+    model = load_language_model(settings.path)
+    with progress_bar("measuring") as progress:
+        rows, missing = benchmark.run_model_benchmark(model, settings, progress)
+    if json_file is not None:
+        command = settings.command()
+        write_json(benchmark.results_to_json(command, machine, rows, missing=missing), json_file)
+    if json_file != STANDARD_OUTPUT:
+        click.echo(benchmark.describe_model_settings(settings, machine, model.source))
+        print_table(benchmark.make_decoding_table(rows))
         for name, reason in missing.items():
             click.echo(f"Not measured: {name}: {reason}")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from kvcodec.cli_output import (
 if TYPE_CHECKING:
     from kvcodec.evaluation import (
         AttentionQuality,
+        ChunkOptions,
         CodecPair,
         LanguageModel,
         Tensors,
@@ -33,14 +34,16 @@ if TYPE_CHECKING:
 
 __all__ = ["evaluate"]
 
-DIVERGENCE, NEEDLE = "divergence", "needle"
+DIVERGENCE, NEEDLE, GREEDY = "divergence", "needle", "greedy"
 MOST_TOKENS = 2**24
 EVERYWHERE = {"names", "sinks", "recent", "json_file"}
-ON_MODELS = EVERYWHERE | {"model", "task", "text", "chunk", "block", "seed", "resume", "scheduler"}
+ON_MODELS = EVERYWHERE | {"model", "task", "text", "chunk", "block"}
+IN_UNITS = ON_MODELS | {"seed", "resume", "scheduler"}
 ALLOWED = {
     "without --model": EVERYWHERE | {"tensors_file", "plot_file"},
-    f"with --task {DIVERGENCE}": ON_MODELS | {"tokens", "chunks", "last", "plot_file"},
-    f"with --task {NEEDLE}": ON_MODELS | {"lengths", "probes"},
+    f"with --task {DIVERGENCE}": IN_UNITS | {"tokens", "chunks", "last", "plot_file"},
+    f"with --task {NEEDLE}": IN_UNITS | {"lengths", "probes"},
+    f"with --task {GREEDY}": ON_MODELS | {"tokens", "prompts", "new_tokens"},
 }
 
 
@@ -54,6 +57,14 @@ def _lengths(_: click.Context, option: click.Parameter, given: str) -> tuple[int
             param=option,
         )
     return tuple(dict.fromkeys(int(word) for word in words))
+
+
+def _count(
+    name: str, default: int, about: str, *, least: int = 1, most: int | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """An option that is a number of things."""
+    numbers = click.IntRange(least, most)
+    return click.option(name, type=numbers, default=default, show_default=True, help=about)
 
 
 @click.command("eval")
@@ -73,11 +84,11 @@ def _lengths(_: click.Context, option: click.Parameter, given: str) -> tuple[int
 )
 @click.option(
     "--task",
-    type=click.Choice([DIVERGENCE, NEEDLE]),
+    type=click.Choice([DIVERGENCE, NEEDLE, GREEDY]),
     default=DIVERGENCE,
     show_default=True,
-    help="With --model: how far predictions of a text are from those of a float32 run, or how "
-    "often a code that the context mentions once is found.",
+    help="With --model: how far predictions of a text are from those of a float32 run, how often "
+    "a code that the context mentions once is found, or how long greedy decoding writes the same.",
 )
 @click.option(
     "--codec",
@@ -87,27 +98,20 @@ def _lengths(_: click.Context, option: click.Parameter, given: str) -> tuple[int
     help="What to measure: a preset (int4), presets of keys and values (lm4/lm2), either with a "
     "word behind it (hadamard, unrotated, plain, centered, g128), fp16 (without --model), or fp32 "
     "or bf16 (with --model). Can be repeated. By default a table of all kinds; with --task needle "
-    "fp32, int8, int4 and lm4/lm2.",
+    "fp32, int8, int4 and lm4/lm2, and with --task greedy int8 and int4.",
 )
 @click.option(
     "--text",
     metavar="FILE",
     help="Text in UTF-8 to run the model on. By default the help topics that Python ships.",
 )
-@click.option(
+@_count(
     "--tokens",
-    type=click.IntRange(1, MOST_TOKENS),
-    default=512,
-    show_default=True,
-    help="Tokens of a chunk of text.",
+    512,
+    "Tokens of a chunk of text, and of a prompt of --task greedy.",
+    most=MOST_TOKENS,
 )
-@click.option(
-    "--chunks",
-    type=click.IntRange(1),
-    default=4,
-    show_default=True,
-    help="Chunks of text, evenly spaced.",
-)
+@_count("--chunks", 4, "Chunks of text, evenly spaced.")
 @click.option(
     "--last",
     type=click.IntRange(1),
@@ -122,34 +126,16 @@ def _lengths(_: click.Context, option: click.Parameter, given: str) -> tuple[int
     metavar="N,N",
     help="Tokens of the contexts of --task needle.",
 )
-@click.option(
-    "--probes",
-    type=click.IntRange(1),
-    default=100,
-    show_default=True,
-    help="Contexts of each length of --task needle.",
+@_count("--probes", 100, "Contexts of each length of --task needle.")
+@_count("--prompts", 3, "Prompts of --task greedy: chunks of text, evenly spaced.")
+@_count(
+    "--new-tokens", 24, "Tokens that --task greedy decodes after each prompt.", most=MOST_TOKENS
 )
-@click.option(
-    "--chunk",
-    type=click.IntRange(1),
-    default=128,
-    show_default=True,
-    help="Tokens that the model is fed in one forward pass. 1 is as slow as generation.",
+@_count(
+    "--chunk", 128, "Tokens that the model is fed in one forward pass. 1 is as slow as generation."
 )
-@click.option(
-    "--sinks",
-    type=click.IntRange(min=0),
-    default=4,
-    show_default=True,
-    help="Tokens at the beginning that stay exact.",
-)
-@click.option(
-    "--recent",
-    type=click.IntRange(min=0),
-    default=32,
-    show_default=True,
-    help="Newest tokens that stay exact.",
-)
+@_count("--sinks", 4, "Tokens at the beginning that stay exact.", least=0)
+@_count("--recent", 32, "Newest tokens that stay exact.", least=0)
 @click.option(
     "--block",
     type=click.IntRange(1),
@@ -193,7 +179,8 @@ def evaluate(context: click.Context, /, **options: Any) -> None:
 
     With --model, the model runs on text with its cache packed, as in generation. Reported for each
     codec: KL divergence of the predictions from those of a float32 run, how often the likeliest
-    token is the same, perplexity, and speed; or, with --task needle, how often a code is found.
+    token is the same, perplexity, and speed; or, with --task needle, how often a code is found; or,
+    with --task greedy, how many tokens are the same and how close the first other choice was.
     """
     from kvcodec import evaluation
 
@@ -207,6 +194,8 @@ def evaluate(context: click.Context, /, **options: Any) -> None:
     check_distinct(**inputs, json_file=json_file, plot_file=plot_file)
     if options["model"] is not None and options["task"] == NEEDLE:
         rows, table = _needle(options)
+    elif options["model"] is not None and options["task"] == GREEDY:
+        rows, table = _greedy(options)
     else:
         run = _on_tensors if options["model"] is None else _divergence
         rows, table, draw = run(options)
@@ -264,10 +253,10 @@ def _possible_pairs(
             left_out.setdefault(reason, []).append(pair.name)
         else:
             possible.append(pair)
+    if not possible:
+        raise ValueError(f"no codec can be evaluated on {source}: {next(iter(left_out))}")
     for reason, names in left_out.items():
         click.echo(f"Note: left out are {', '.join(names)}: {reason}", err=True)
-    if not possible:
-        raise ValueError(f"no codec can be evaluated on {source}.")
     return possible
 
 
@@ -325,14 +314,12 @@ def _divergence(options: dict[str, Any]) -> tuple[Any, Any, Callable[[str], None
     from kvcodec import evaluation
     from kvcodec.evaluation.measure import chunk_units, divergence_rows
 
-    pairs = _chosen_pairs(options["names"], evaluation.MODEL_NAMES, options["block"])
-    model, text, run = _begin(options)
     tokens, chunks = options["tokens"], options["chunks"]
-    cut = evaluation.cut_chunks(model.encode(text), model.first_tokens, tokens, chunks)
-    units = chunk_units(cut, run)
-    about = {"task": DIVERGENCE, "tokens": tokens, "chunks": chunks}
-    pairs, results = _measure(options, model, units, pairs, text, about)
-    rows = divergence_rows(model, results, units, pairs, options["seed"])
+    begun = _begin(options, evaluation.MODEL_NAMES, tokens, ("tokens", "chunks"))
+    cut = evaluation.cut_chunks(begun.tokens, begun.model.first_tokens, tokens, chunks)
+    units = chunk_units(cut, begun.run)
+    pairs, results = _measure(options, begun, units)
+    rows = divergence_rows(begun.model, results, units, pairs, options["seed"])
     table = evaluation.make_model_table(rows)
     return rows, table, lambda file: evaluation.draw_model_plot(rows, file)
 
@@ -341,72 +328,116 @@ def _needle(options: dict[str, Any]) -> tuple[Any, Any]:
     from kvcodec import evaluation
     from kvcodec.evaluation.measure import needle_rows, needle_units
 
-    pairs = _chosen_pairs(options["names"], evaluation.NEEDLE_NAMES, options["block"])
-    model, text, run = _begin(options)
-    count, seed = options["probes"], options["seed"]
+    lengths, count, seed = options["lengths"], options["probes"], options["seed"]
+    about = ("lengths", "probes", "seed")
+    begun = _begin(options, evaluation.NEEDLE_NAMES, min(lengths), about)
     probes = [
         each
-        for length in options["lengths"]
-        for each in evaluation.make_probes(model, text, length, count, seed)
+        for length in lengths
+        for each in evaluation.make_probes(begun.model, begun.text, length, count, seed)
     ]
-    units = needle_units(probes, run)
-    about = {"task": NEEDLE, "lengths": list(options["lengths"]), "probes": count, "seed": seed}
-    pairs, results = _measure(options, model, units, pairs, text, about)
-    rows = needle_rows(model, results, units, pairs, seed)
+    units = needle_units(probes, begun.run)
+    pairs, results = _measure(options, begun, units)
+    rows = needle_rows(begun.model, results, units, pairs, seed)
     return rows, evaluation.make_needle_table(rows)
 
 
-def _begin(options: dict[str, Any]) -> tuple[LanguageModel, str, Any]:
-    """The model, the text, and how the model is run."""
+def _greedy(options: dict[str, Any]) -> tuple[Any, Any]:
+    from kvcodec import evaluation
+
+    tokens, count, new_tokens = options["tokens"], options["prompts"], options["new_tokens"]
+    begun = _begin(options, evaluation.GREEDY_NAMES, tokens + new_tokens - 1)
+    cut = evaluation.cut_chunks(begun.tokens, begun.model.first_tokens, tokens, count)
+    prompts = [chunk[:-1] for chunk in cut]
+    pairs = _fitting_pairs(options, begun)
+    with progress_bar("evaluating") as progress:
+        rows = evaluation.compare_greedy(
+            begun.model, prompts, pairs, new_tokens, begun.run, progress
+        )
+    return rows, evaluation.make_greedy_table(rows)
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A task whose options have been checked, and the model that it runs."""
+
+    model: LanguageModel
+    text: str
+    pairs: Sequence[CodecPair]
+    run: ChunkOptions
+    fed: int
+    store: Store | None
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.model.encode(self.text)
+
+
+def _begin(
+    options: dict[str, Any], default: Sequence[str], fed: int, about: Sequence[str] = ()
+) -> _Begun:
+    """Check all that can be checked without the model, then load it.
+
+    `fed` are the tokens that are fed at least, `about` what else the results depend on. With
+    workers, only they need the weights.
+    """
     from kvcodec import evaluation
     from kvcodec.evaluation.cluster import check_scheduler
+    from kvcodec.evaluation.measure import check_tokens
+    from kvcodec.evaluation.models import check_model_path
 
+    pairs = _chosen_pairs(options["names"], default, options["block"])
     if options["scheduler"] is not None:
         check_scheduler(options["scheduler"])
     text = evaluation.read_text(options["text"])
     names = ("sinks", "recent", "chunk", "last")
     run = evaluation.ChunkOptions(**{name: options[name] for name in names})
-    return evaluation.load_language_model(options["model"]), text, run
+    for pair in pairs if options["names"] else ():
+        check_tokens(pair, run, fed)
+    check_model_path(options["model"])
+    store = _store(options, run, text, about)
+    weights = options["scheduler"] is None
+    model = evaluation.load_language_model(options["model"], weights=weights)
+    return _Begun(model, text, pairs, run, fed, store)
+
+
+def _fitting_pairs(options: dict[str, Any], begun: _Begun) -> list[CodecPair]:
+    """The pairs, all of which must be possible if they were chosen; else those that are."""
+    from kvcodec.evaluation.language_model import packed_run
+    from kvcodec.evaluation.measure import check_tokens
+
+    def check(pair: CodecPair) -> None:
+        check_tokens(pair, begun.run, begun.fed)
+        packed_run(begun.model, pair, begun.run)
+
+    if not options["names"]:
+        return _possible_pairs(begun.pairs, check, begun.model.source)
+    for pair in begun.pairs:
+        check(pair)
+    return list(begun.pairs)
 
 
 def _measure(
-    options: dict[str, Any],
-    model: LanguageModel,
-    units: Sequence[Unit],
-    pairs: Sequence[CodecPair],
-    text: str,
-    about: dict[str, Any],
+    options: dict[str, Any], begun: _Begun, units: Sequence[Unit]
 ) -> tuple[list[CodecPair], Any]:
     """The pairs that are possible, and their results."""
     from kvcodec.evaluation.cluster import measure_on_cluster
-    from kvcodec.evaluation.measure import check_model_pair, measure
+    from kvcodec.evaluation.measure import measure
 
-    def check(pair: CodecPair) -> None:
-        check_model_pair(model, pair, units)
-
-    if options["names"]:
-        for pair in pairs:
-            check(pair)
-    else:
-        pairs = _possible_pairs(pairs, check, model.source)
-    store = _store(options, units, text, about)
+    pairs, store = _fitting_pairs(options, begun), begun.store
+    if store is not None:
+        store.begin()
     with progress_bar("evaluating") as progress:
         if options["scheduler"] is None:
-            results = measure(model, units, pairs, store=store, progress=progress)
-        else:
-            results = measure_on_cluster(
-                options["scheduler"],
-                options["model"],
-                units,
-                pairs,
-                store=store,
-                progress=progress,
-            )
-    return list(pairs), results
+            return pairs, measure(begun.model, units, pairs, store=store, progress=progress)
+        scheduler, path = options["scheduler"], options["model"]
+        return pairs, measure_on_cluster(
+            scheduler, path, units, pairs, store=store, progress=progress
+        )
 
 
 def _store(
-    options: dict[str, Any], units: Sequence[Unit], text: str, about: dict[str, Any]
+    options: dict[str, Any], run: ChunkOptions, text: str, about: Sequence[str]
 ) -> Store | None:
     """The directory of --resume, with a note of all that results depend on."""
     import hashlib
@@ -419,10 +450,11 @@ def _store(
         options["resume"],
         {
             "kvcodec": __version__,
+            "task": options["task"],
             "model": file_digest(Path(options["model"])),
             "text": hashlib.sha256(text.encode()).hexdigest(),
+            **{name: list(options[name]) if name == "lengths" else options[name] for name in about},
+            **asdict(run),
             "block": options["block"],
-            **about,
-            **asdict(units[0].options),
         },
     )

@@ -5,7 +5,10 @@ import os
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
+from storage_cases import small_cache
 
+from kvcodec import storage
+from kvcodec.cli import main
 from kvcodec.testing import backends, exact_attention
 
 _COMMON = {
@@ -37,6 +40,51 @@ def twin(request):
     """Run the test on the reference, and on the fast path at its highest SIMD level."""
     with request.param.context():
         yield
+
+
+@pytest.fixture
+def run(capsys):
+    """Run ``kvcodec``; its exit code, standard output and standard error."""
+
+    def command(*arguments):
+        with pytest.raises(SystemExit) as leaving:
+            main([str(argument) for argument in arguments], prog_name="kvcodec")
+        captured = capsys.readouterr()
+        return leaving.value.code or 0, captured.out, captured.err
+
+    return command
+
+
+@pytest.fixture
+def fails(run):
+    """Run the command and return the one line that it says about a user's error."""
+
+    def command(*arguments):
+        code, out, err = run(*arguments)
+        assert (code, out) == (2, "")
+        assert err.startswith("Error: ")
+        assert err.endswith("\n")
+        assert err.count("\n") == 1
+        return err
+
+    return command
+
+
+@pytest.fixture
+def path(tmp_path):
+    """A file that holds a small cache."""
+    small_cache().save(tmp_path / "cache.safetensors")
+    return tmp_path / "cache.safetensors"
+
+
+@pytest.fixture
+def nothing_is_built(monkeypatch):
+    """Loading fails where a cache is built."""
+
+    def build(*args, **options):
+        raise AssertionError("a cache was built")
+
+    monkeypatch.setattr(storage, "KVCache", build)
 
 
 def splitmix64(x):

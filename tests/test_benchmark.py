@@ -15,7 +15,6 @@ from kvcodec.benchmark.settings import CODECS, cache_pair
 from kvcodec.benchmark.timing import median_ratio, settled, timed, timed_rounds, turn
 from kvcodec.benchmark.work import attended_bytes, filled_caches, kv_chunks, queries
 from kvcodec.blocks import PAGE_UNITS, TILE
-from kvcodec.cli import main
 from kvcodec.reference.memory import read_all
 
 TINY = (
@@ -38,19 +37,6 @@ def fht(x, inplace=True, num_threads=1):
     {body}
     return kv.fwht(x) * np.float32(x.shape[-1] ** 0.5)
 """
-
-
-@pytest.fixture
-def run(capsys):
-    """Run the command; its exit code, standard output and standard error."""
-
-    def command(*arguments):
-        with pytest.raises(SystemExit) as leaving:
-            main([str(argument) for argument in arguments], prog_name="kvcodec")
-        captured = capsys.readouterr()
-        return leaving.value.code or 0, captured.out, captured.err
-
-    return command
 
 
 @pytest.fixture

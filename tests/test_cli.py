@@ -18,35 +18,6 @@ KEYS = [
 ]
 
 
-@pytest.fixture
-def run(capsys):
-    """Run the command; its exit code, standard output and standard error."""
-
-    def command(*arguments):
-        with pytest.raises(SystemExit) as leaving:
-            main([str(argument) for argument in arguments], prog_name="kvcodec")
-        captured = capsys.readouterr()
-        return leaving.value.code or 0, captured.out, captured.err
-
-    return command
-
-
-@pytest.fixture
-def fails(run):
-    """Run the command and return the one line that it says about a user's error."""
-
-    def command(*arguments):
-        code, out, err = run(*arguments)
-        assert code == 2
-        assert out == ""
-        assert err.startswith("Error: ")
-        assert err.endswith("\n")
-        assert err.count("\n") == 1
-        return err
-
-    return command
-
-
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
     """A layer of the shipped sample, cut to 200 tokens."""

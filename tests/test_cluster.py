@@ -86,6 +86,7 @@ def test_local_workers_probes_and_a_store(folder, model, tmp_path):
     probes = make_probes(model, read_text(), 300, 4, 0)
     units = needle_units(probes, OPTIONS)
     store = Store(tmp_path / "results", {})
+    store.begin()
     expected = measure(model, units[:2], PAIRS, store=store)
     parts = []
     found = measure_on_cluster("local:1", folder, units, PAIRS, store=store, progress=parts.append)
@@ -111,6 +112,7 @@ def test_a_scheduler_that_is_lost(folder, units, monkeypatch):
 
 def test_no_cluster_is_started_for_what_is_stored(folder, model, units, tmp_path, monkeypatch):
     store = Store(tmp_path / "results", {})
+    store.begin()
     expected = measure(model, units[:1], PAIRS, store=store)
     monkeypatch.setattr("distributed.LocalCluster", None)
     assert measure_on_cluster("local:1", folder, units[:1], PAIRS, store=store) == expected

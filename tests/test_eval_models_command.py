@@ -4,43 +4,22 @@ import json
 import shutil
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
 from kvcodec.cli import main
 from kvcodec.evaluation.measure import Unit
-from kvcodec.evaluation.store import Store, file_digest
+from kvcodec.evaluation.store import Store, _sealed, file_digest
 
 hf = pytest.mark.hf
 FAST = ("--tokens", 120, "--chunks", 2, "--recent", 8, "--sinks", 2)
 
 
 @pytest.fixture
-def run(capsys):
-    """Run the command; its exit code, standard output and standard error."""
-
-    def command(*arguments):
-        with pytest.raises(SystemExit) as leaving:
-            main(["eval", *map(str, arguments)], prog_name="kvcodec")
-        captured = capsys.readouterr()
-        return leaving.value.code or 0, captured.out, captured.err
-
-    return command
-
-
-@pytest.fixture
-def fails(run):
-    """Run the command and return the one line that it says about a user's error."""
-
-    def command(*arguments):
-        code, out, err = run(*arguments)
-        assert code == 2
-        assert out == ""
-        assert err.startswith("Error: ")
-        assert err.count("\n") == 1
-        return err
-
-    return command
+def run(run):
+    """Run ``kvcodec eval``."""
+    return partial(run, "eval")
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +80,16 @@ def test_json_and_options(rows, tmp_path):
 
 
 @hf
+def test_a_config_that_says_no_cache_changes_nothing(rows, model, tmp_path):
+    folder = shutil.copytree(model, tmp_path / "tiny")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"use_cache": False}))
+    options = (*FAST, "--codec", "int4")
+    [expected], [found] = rows(*options), rows("--model", folder, *options)
+    assert found["mean_kl"] == expected["mean_kl"]
+
+
+@hf
 def test_default_codecs_and_what_is_left_out(run, model):
     code, out, err = run("--model", model, "--tokens", 110, "--chunks", 1, "--json")
     assert code == 0
@@ -152,8 +141,8 @@ def test_needle(run, rows, model):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--tokens", 9), "--tokens is possible only with --task divergence, not without --model"),
-        (("--seed", 1), "--seed is possible only with --model, not without --model"),
+        (("--tokens", 9), "--tokens is possible only with --task divergence or with --task greedy"),
+        (("--seed", 1), "--seed is possible only with --task divergence or with --task needle"),
         (("--task", "needle"), "--task is possible only with --model"),
         (("--model", "x", "--tensors", "y"), "--tensors is possible only without --model"),
         (("--model", "x", "--probes", 9), "--probes is possible only with --task needle"),
@@ -164,6 +153,9 @@ def test_needle(run, rows, model):
         (("--model", "x", "--codec", "int5"), "codec must be fp16, fp32, bf16"),
         (("--model", "x", "--block", 3, "--codec", "kivi2"), "block must be a multiple"),
         (("--model", "/nowhere/m.gguf"), "model must be a folder or a .gguf file"),
+        (("--model", ""), "model must be a folder or a .gguf file, but '' is neither"),
+        (("--model", "x", "--codec", "fp16"), "fp16 is for tensors"),
+        (("--model", "x", "--tokens", 50, "--codec", "int4"), "no query sees a packed token"),
         (("--model", "x", "--text", "/nowhere/text"), "No such file"),
         (("--model", "x", "--scheduler", "local:0"), "scheduler must be local, local:N"),
         (("--codec", "fp32"), "fp32 is a number type of a model's cache; for tensors take fp16"),
@@ -175,8 +167,6 @@ def test_errors_are_one_line(fails, arguments, message):
 
 @hf
 def test_errors_about_the_model_are_one_line(fails, model, tmp_path):
-    assert "fp16 is for tensors" in fails("--model", model, *FAST, "--codec", "fp16")
-    assert "no query sees a packed" in fails("--model", model, "--tokens", 50, "--codec", "int4")
     short = tmp_path / "text"
     short.write_text("short")
     assert "text must have at least" in fails("--model", model, "--text", short)
@@ -184,6 +174,52 @@ def test_errors_about_the_model_are_one_line(fails, model, tmp_path):
     assert "cannot be loaded" in fails("--model", tmp_path)
     many = ("--sinks", 10**12, "--codec", "fp32")
     assert "exact tokens that fit into memory" in fails("--model", model, *many)
+
+
+@hf
+@pytest.mark.parametrize("scheduler", [(), ("--scheduler", "local:1")])
+def test_the_model_is_loaded_last_and_only_where_it_runs(
+    rows, fails, model, tmp_path, monkeypatch, scheduler
+):
+    from kvcodec import evaluation
+
+    if scheduler:
+        pytest.importorskip("distributed")
+    rows(*FAST, "--codec", "int8", "--resume", tmp_path / "results")
+    loaded = []
+
+    def load(path, *, weights=True):
+        loaded.append(weights)
+        raise ValueError("the model is asked for")
+
+    monkeypatch.setattr(evaluation, "load_language_model", load)
+    arguments = ("--model", model, *FAST, *scheduler)
+    for wrong in (
+        ("--codec", "fp16"),
+        ("--tokens", 50, "--codec", "int4"),
+        ("--text", tmp_path / "nothing"),
+        ("--scheduler", "local:none"),
+        ("--chunk", 7, "--resume", tmp_path / "results"),
+    ):
+        assert "asked for" not in fails(*arguments, *wrong)
+    assert loaded == []
+    assert "asked for" in fails(*arguments, "--resume", tmp_path / "new")
+    assert loaded == [not scheduler]
+    assert not (tmp_path / "new").exists()
+
+
+@hf
+@pytest.mark.parametrize("kind", ["nan", "inf"])
+def test_weights_that_are_no_numbers_are_named(fails, model, tmp_path, kind):
+    from safetensors.torch import load_file, save_file
+
+    folder = shutil.copytree(model, tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    wrong = "model.layers.1.self_attn.k_proj.weight"
+    weights[wrong][0, 0] = float(kind)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    message = fails("--model", folder, *FAST)
+    assert f"cannot be run: its weights {wrong} are not all finite numbers" in message
 
 
 @hf
@@ -305,6 +341,8 @@ class TestResume:
                 message
             )
             assert f"{option} is " in message
+        task = ("--task", "needle", "--lengths", 300, "--resume", directory)
+        assert " task is 'divergence' instead of 'needle'" in fails("--model", model, *task)
         text = tmp_path / "text"
         text.write_text("other " * 200)
         assert " text is " in fails(*arguments, "--text", text)
@@ -331,9 +369,50 @@ class TestResume:
                 assert f"the damaged file {file}; delete it" in message
             file.write_bytes(content)
 
+    @pytest.mark.parametrize(
+        ("options", "changes"),
+        [
+            (
+                ("--tokens", 120, "--chunks", 1, "--last", 50),
+                [
+                    {"codec": "lm2"},
+                    {"tokens": 119},
+                    {"kl": []},
+                    {"kl": [0.5] * 49},
+                    {"log_probability": [None] * 50},
+                    {"same_top": [1] * 50},
+                    {"seconds": 0.0},
+                    {"left_out": "0"},
+                    {"key": []},
+                    {"more": 1},
+                ],
+            ),
+            (
+                ("--task", "needle", "--lengths", 300, "--probes", 1),
+                [{"found": []}, {"found": [1]}, {"found": "t"}, {"more": 1}],
+            ),
+        ],
+    )
+    def test_results_that_cannot_be_any_are_named(
+        self, rows, fails, model, tmp_path, options, changes
+    ):
+        arguments = (*options, "--codec", "int4", "--resume", tmp_path / "results")
+        rows(*arguments)
+        [file] = set((tmp_path / "results").glob("*int4*"))
+        stored = json.loads(file.read_text())
+        results = [stored["result"] | change for change in changes]
+        for damaged in (None, [], {}, *results):
+            file.write_text(json.dumps(_sealed(stored["name"], damaged)))
+            message = fails("--model", model, *arguments)
+            assert f"the damaged file {file}; delete it" in message, damaged
+        file.write_text(json.dumps(stored))
+        rows(*arguments)
+
 
 def test_a_store_keeps_names_apart(tmp_path):
     store = Store(tmp_path / "new" / "store", {"a": 1})
+    assert not (tmp_path / "new").exists()
+    store.begin()
     store.put("lm4/lm2", [1])
     store.put("lm4-lm2", {"x": float("inf")})
     again = Store(tmp_path / "new" / "store", {"a": 1})
@@ -347,6 +426,7 @@ def test_a_store_keeps_names_apart(tmp_path):
 @pytest.mark.parametrize("change", [{"result": 5}, {"result": {"kl": [0.5]}}, {"name": "other"}])
 def test_a_store_tells_damage_that_is_json(tmp_path, change):
     store = Store(tmp_path / "store", {})
+    store.begin()
     store.put("piece", {"kl": [0.25]})
     [file] = [file for file in (tmp_path / "store").iterdir() if file.name.startswith("piece")]
     file.write_text(json.dumps(json.loads(file.read_text()) | change))

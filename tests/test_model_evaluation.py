@@ -1,7 +1,9 @@
 """Evaluation on language models: against logits and statistics that are computed here apart."""
 
+import gc
 import json
 import math
+import weakref
 
 import numpy as np
 import pytest
@@ -40,7 +42,7 @@ from kvcodec.evaluation import (
     to_json,
 )
 from kvcodec.evaluation.language_model import ExactPiece, packed_run
-from kvcodec.evaluation.measure import check_model_pair, chunk_units, divergence_rows, measure
+from kvcodec.evaluation.measure import check_tokens, chunk_units, divergence_rows, measure
 from kvcodec.integrations.transformers import KVCodecCache
 
 pytestmark = pytest.mark.hf
@@ -155,14 +157,21 @@ def test_only_the_last_predictions_count():
 
 def test_memory_of_the_caches_is_given_back(monkeypatch):
     held = []
-    monkeypatch.setattr(
-        language_model,
-        "packed_run",
-        lambda *arguments: held.append(packed_run(*arguments)) or held[-1],
-    )
-    evaluated(tiny("Llama"), chunk(), "int4")
-    [run] = held
-    assert sum(layer["key"]["body"] for layer in run.cache.memory()["layers"]) < 1000
+
+    def watched(*arguments):
+        run = packed_run(*arguments)
+        held.append(weakref.ref(run.cache))
+        return run
+
+    monkeypatch.setattr(language_model, "packed_run", watched)
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        evaluated(tiny("Llama"), chunk(), "int4", "lm2")
+        assert [cache() for cache in held] == [None, None]
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def test_codecs_do_not_touch_each_other():
@@ -398,6 +407,16 @@ class TestLoading:
         with pytest.raises(ValueError, match=r"^model .* cannot be loaded: "):
             load_language_model(tmp_path)
 
+    def test_a_model_without_weights_makes_the_same_tokens_and_caches(self, tmp_path):
+        saved(tmp_path, "Gemma3", begins=True)
+        whole = load_language_model(tmp_path)
+        empty = load_language_model(tmp_path, weights=False)
+        assert all(each.is_meta for each in empty.model.parameters())
+        assert (empty.first_tokens, empty.encode("text")) == (whole.first_tokens, [*b"text"])
+        [pair] = pairs_of("int4")
+        configs = [packed_run(each, pair, OPTIONS).cache.kv.config for each in (whole, empty)]
+        assert configs[0] == configs[1]
+
     def test_models_that_a_cache_does_not_support(self, tmp_path):
         saved(tmp_path, "Llama")
         config = json.loads((tmp_path / "config.json").read_text())
@@ -408,22 +427,19 @@ class TestLoading:
 
 
 class TestWhatIsNotPossible:
-    def units(self, tokens):
-        return chunk_units([chunk(tokens)], OPTIONS)
-
     def test_chunks_without_a_packed_token(self):
-        model, [pair] = language(tiny("Llama")), pairs_of("int4")
-        check_model_pair(model, pair, self.units(28))
+        [pair] = pairs_of("int4")
+        check_tokens(pair, OPTIONS, 28)
         with pytest.raises(ValueError, match="it takes 28 tokens, but 27 are given"):
-            check_model_pair(model, pair, self.units(27))
-        check_model_pair(model, *pairs_of("fp32"), self.units(2))
+            check_tokens(pair, OPTIONS, 27)
+        check_tokens(*pairs_of("fp32"), OPTIONS, 2)
+        with pytest.raises(ValueError, match="fp16 is for tensors"):
+            check_tokens(codec_pair("fp16"), OPTIONS, FED)
 
     def test_codecs_that_do_not_fit(self):
         model = language(tiny("Llama", head_dim=100))
         with pytest.raises(ValueError, match="int4 cannot be evaluated on this model: head_dim"):
-            check_model_pair(model, *pairs_of("int4"), self.units(FED))
-        with pytest.raises(ValueError, match="fp16 is for tensors"):
-            check_model_pair(model, codec_pair("fp16"), self.units(FED))
+            packed_run(model, *pairs_of("int4"), OPTIONS)
 
     @pytest.mark.parametrize("name", ["sinks", "recent", "chunk", "last"])
     def test_options_are_whole_numbers(self, name):

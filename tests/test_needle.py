@@ -1,5 +1,7 @@
 """Retrieval of a code: how probes are made, that a hit is what generation writes, statistics."""
 
+import re
+
 import pytest
 
 pytest.importorskip("torch")
@@ -61,6 +63,21 @@ class TestProbes:
                 assert code.isdecimal()
                 codes.add(code)
         assert len(codes) == 25
+
+    def test_every_context_has_the_length_though_codes_differ_in_tokens(self):
+        class Pairs:
+            """A token a character, but one for two digits below 5."""
+
+            chat_template = bos_token_id = None
+
+            def __call__(self, text, **_):
+                return {"input_ids": re.findall(r"[0-4]{2}|[\s\S]", text)}
+
+        made = make_probes(LanguageModel(None, Pairs(), "pairs"), TEXT, LENGTH, 25, 0)
+        assert len({count for each in made for count in each.code_tokens}) > 1
+        for each in made:
+            for rest, count in zip(each.rests, each.code_tokens, strict=True):
+                assert len(each.prefix) + len(rest) - count == each.length == LENGTH
 
     def test_the_sentence_lies_at_the_depth(self):
         places = []

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cache_model import read_file
 from conftest import splitmix64, unpack_row
-from test_storage import GOLDEN, codec, golden_cache, small_cache, tokens
+from storage_cases import GOLDEN, codec, golden_cache, small_cache, tokens
 
 import kvcodec as kv
 from kvcodec import reference

@@ -1,7 +1,10 @@
 """What a KVCodecCache is and does beside generation: copies, files, memory, reports."""
 
 import copy
+import gc
 import json
+import pickle
+import weakref
 import zlib
 
 import pytest
@@ -141,13 +144,37 @@ def test_files_that_are_none_of_this_cache(tmp_path):
             KVCodecCache.load(path, model.config)
 
 
-@pytest.mark.parametrize("copied", [KVCodecCache.copy, copy.copy, copy.deepcopy])
+def pickled(cache):
+    return pickle.loads(pickle.dumps(cache))
+
+
+@pytest.mark.parametrize("copied", [KVCodecCache.copy, copy.copy, copy.deepcopy, pickled])
 def test_a_copy_continues_on_its_own(copied):
     model, cache, text = filled()
     branch = copied(cache)
     expected = rest(model, cache, text)
     assert branch.get_seq_length() == 70
     assert_same_bits(rest(model, branch, text), expected)
+
+
+def test_the_memory_is_free_as_soon_as_the_cache_is_gone():
+    model = packed(tiny("Gemma3"))
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        cache = cache_of(model)
+        with torch.inference_mode():
+            output = model(prompt(70), **{CACHE: cache})
+        copied = cache.copy()
+        held = [weakref.ref(each) for one in (cache, copied) for each in (one, one.kv)]
+        layer = cache.layers[0]
+        del cache, copied, output
+        assert [each() for each in held] == [None] * 4
+    finally:
+        if enabled:
+            gc.enable()
+    with pytest.raises(ReferenceError, match="cache must be kept as long as its layers are used"):
+        layer.get_max_length()
 
 
 def test_rows_are_chosen_with_their_padding():

@@ -7,14 +7,13 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from io import BytesIO
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvcodec.benchmark.model_suite import DecodingMeasurement
 from kvcodec.benchmark.peers import PeerMeasurement
 from kvcodec.benchmark.settings import Settings
 from kvcodec.benchmark.suite import Measurement
-from kvcodec.evaluation.report import check_plot, write_file
+from kvcodec.evaluation.report import check_plot, new_table, save_picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -69,14 +68,21 @@ def describe_settings(settings: Settings, machine: Mapping[str, Any]) -> str:
     kvcodec ...
     """
     shape = settings.shape
+    return (
+        f"{machine_text(machine)}\n"
+        f"{shape.q_heads} query heads, {shape.kv_heads} KV heads, head_dim {shape.head_dim}; "
+        f"medians of {settings.repeats} rounds"
+    )
+
+
+def machine_text(machine: Mapping[str, Any]) -> str:
+    """What kvcodec runs on, in two lines."""
     path = f"{machine['backend']} path" + (f" ({machine['simd']})" if machine["simd"] else "")
     return (
         f"kvcodec {machine['version']}, {path}; Python {machine['python']}, "
         f"NumPy {machine['numpy']}\n"
         f"{machine['processor']}, {machine['cores']} cores (load {machine['load']} before), "
-        f"{machine['machine']}\n"
-        f"{shape.q_heads} query heads, {shape.kv_heads} KV heads, head_dim {shape.head_dim}; "
-        f"medians of {settings.repeats} rounds"
+        f"{machine['machine']}"
     )
 
 
@@ -111,23 +117,10 @@ def make_tables(rows: Sequence[Measurement], peers: Sequence[PeerMeasurement] = 
     return [table for table in tables if table.row_count]
 
 
-def _table(title: str, caption: str | None, columns: Sequence[str], texts: int = 1) -> Table:
-    """A table of which the first columns hold texts and the others numbers."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(
-        title=Text(title), caption=Text(caption) if caption else None, caption_justify="left"
-    )
-    for index, heading in enumerate(columns):
-        table.add_column(heading, justify="left" if index < texts else "right", no_wrap=True)
-    return table
-
-
 def _decode_table(rows: Sequence[Measurement]) -> Table:
     columns = ("keys/values", "tokens", "threads", "time", "MB", "GB/s")
     ratios = ("share of\nreading", "time to\nint4")
-    table = _table(DECODE_TITLE, DECODE_CAPTION, columns + ratios)
+    table = new_table(DECODE_TITLE, DECODE_CAPTION, columns + ratios)
     for row in rows:
         nbytes = row.nbytes or 0
         table.add_row(
@@ -145,7 +138,7 @@ def _decode_table(rows: Sequence[Measurement]) -> Table:
 
 def _floats_table(rows: Sequence[Measurement]) -> Table:
     columns = ("keys/values", "tokens", "threads", "time", "time to\nintegers")
-    table = _table(FLOATS_TITLE, None, columns)
+    table = new_table(FLOATS_TITLE, None, columns)
     for row in rows:
         table.add_row(
             row.name,
@@ -159,7 +152,7 @@ def _floats_table(rows: Sequence[Measurement]) -> Table:
 
 def _other_table(rows: Sequence[Measurement]) -> Table:
     columns = ("call", "of", "tokens", "threads", "time", "GB/s", "share of\nreading")
-    table = _table(OTHER_TITLE, OTHER_CAPTION, (*columns, "time to\nint4"), texts=2)
+    table = new_table(OTHER_TITLE, OTHER_CAPTION, (*columns, "time to\nint4"), texts=2)
     for row in rows:
         table.add_row(
             TASKS[row.task],
@@ -176,7 +169,7 @@ def _other_table(rows: Sequence[Measurement]) -> Table:
 
 def _peer_table(rows: Sequence[PeerMeasurement]) -> Table:
     columns = ("library", "what", "call", "vs", "tokens", "x", "theirs", "ours")
-    table = _table(PEERS_TITLE, PEERS_CAPTION, (*columns, "ratio", "error"), texts=4)
+    table = new_table(PEERS_TITLE, PEERS_CAPTION, (*columns, "ratio", "error"), texts=4)
     for row in rows:
         table.add_row(
             row.peer,
@@ -206,7 +199,7 @@ def _ratio_text(ratio: float | None) -> str:
 def results_to_json(
     command: str,
     machine: Mapping[str, Any],
-    rows: Sequence[Measurement],
+    rows: Sequence[Measurement | DecodingMeasurement],
     peers: Sequence[PeerMeasurement] = (),
     missing: Mapping[str, str] | None = None,
 ) -> str:
@@ -215,15 +208,15 @@ def results_to_json(
     Parameters
     ----------
     command : str
-        The command that measured it, as `Settings.command` tells it.
+        The command that measured it, as the settings tell it.
     machine : mapping
         From `describe_machine`.
-    rows : sequence of Measurement
-        From `run_benchmark`.
+    rows : sequence of Measurement or DecodingMeasurement
+        From `run_benchmark` or `run_model_benchmark`.
     peers : sequence of PeerMeasurement
         From `compare_with_peers`.
     missing : mapping, optional
-        Libraries that did not run, and why.
+        What did not run, and why.
 
     Returns
     -------
@@ -287,9 +280,7 @@ def draw_times(
         _draw_panel(
             axes, [row for row in rows if row.task == "decode" and row.threads == threads], threads
         )
-    picture = BytesIO()
-    figure.savefig(picture, format=Path(path).suffix.removeprefix(".").lower(), dpi=150)
-    write_file(path, picture.getvalue())
+    save_picture(figure, path)
 
 
 def _draw_panel(axes: Axes, rows: Sequence[Measurement], threads: int) -> None:

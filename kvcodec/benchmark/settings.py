@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvcodec import _validate
 from kvcodec._backend import num_threads
@@ -104,19 +105,29 @@ class Settings:
         >>> make_settings(quick=True).command("--json", "times.json")
         'kvcodec bench --quick ... --json times.json'
         """
-        shape = self.shape
-        words = ["kvcodec", "bench", *(["--quick"] if self.quick else [])]
-        for option, values in (
-            ("context", self.contexts),
-            ("codec", [pair.name for pair in self.codecs]),
-            ("threads", self.threads),
-            ("q-heads", [shape.q_heads]),
-            ("kv-heads", [shape.kv_heads]),
-            ("head-dim", [shape.head_dim]),
-            ("repeats", [self.repeats]),
-        ):
-            words += [word for value in values for word in (f"--{option}", str(value))]
-        return shlex.join([*words, *more])
+        options = {
+            "context": self.contexts,
+            "codec": [pair.name for pair in self.codecs],
+            "threads": self.threads,
+            "q-heads": [self.shape.q_heads],
+            "kv-heads": [self.shape.kv_heads],
+            "head-dim": [self.shape.head_dim],
+            "repeats": [self.repeats],
+        }
+        return bench_command(["--quick"] if self.quick else [], options, more)
+
+
+def bench_command(
+    first: Sequence[str], options: Mapping[str, Sequence[Any]], more: Sequence[str] = ()
+) -> str:
+    """The command with some words, each value of each option, and further words."""
+    words = [
+        word
+        for option, values in options.items()
+        for value in values
+        for word in (f"--{option}", str(value))
+    ]
+    return shlex.join(["kvcodec", "bench", *first, *words, *more])
 
 
 def make_settings(
@@ -167,18 +178,27 @@ def make_settings(
             "given."
         )
     contexts = contexts or (QUICK_CONTEXTS if quick else CONTEXTS)
-    threads = threads or (num_threads(),)
-    repeats = repeats or (QUICK_REPEATS if quick else REPEATS)
     for context in contexts:
         _validate.token_count(context, "context", 1)
     return Settings(
         shape=shape,
         contexts=tuple(dict.fromkeys(contexts)),
         codecs=_chosen_codecs(codecs, shape, quick),
-        threads=tuple(dict.fromkeys(threads)),
-        repeats=repeats,
+        threads=chosen_threads(threads),
+        repeats=chosen_repeats(repeats, QUICK_REPEATS if quick else REPEATS),
         quick=quick,
     )
+
+
+def chosen_threads(threads: Sequence[int]) -> tuple[int, ...]:
+    """Each number of threads once; where none is chosen, as many as other calls use."""
+    counts = [_validate.integer(count, "threads", 1) for count in threads] or [num_threads()]
+    return tuple(dict.fromkeys(counts))
+
+
+def chosen_repeats(repeats: int | None, default: int) -> int:
+    """The number of rounds."""
+    return default if repeats is None else _validate.integer(repeats, "repeats", 1)
 
 
 def _chosen_codecs(names: Sequence[str], shape: Shape, quick: bool) -> tuple[CodecPair, ...]:

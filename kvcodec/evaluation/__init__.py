@@ -7,15 +7,22 @@ from kvcodec.evaluation.attention_quality import (
 )
 from kvcodec.evaluation.codecs import (
     DEFAULT_NAMES,
+    GREEDY_NAMES,
     MODEL_NAMES,
     NEEDLE_NAMES,
     VARIANTS,
     CodecPair,
     codec_pair,
 )
+from kvcodec.evaluation.greedy import GreedyQuality, compare_greedy
 from kvcodec.evaluation.language_model import ChunkOptions, Predictions, evaluate_chunk
 from kvcodec.evaluation.model_quality import ModelQuality, summarize
-from kvcodec.evaluation.model_report import draw_model_plot, make_model_table, make_needle_table
+from kvcodec.evaluation.model_report import (
+    draw_model_plot,
+    make_greedy_table,
+    make_model_table,
+    make_needle_table,
+)
 from kvcodec.evaluation.models import LanguageModel, cut_chunks, load_language_model, read_text
 from kvcodec.evaluation.needle import (
     NeedleQuality,
@@ -37,12 +44,14 @@ from kvcodec.evaluation.tensors import Tensors, load_tensors, sample_tensors
 
 __all__ = [
     "DEFAULT_NAMES",
+    "GREEDY_NAMES",
     "MODEL_NAMES",
     "NEEDLE_NAMES",
     "VARIANTS",
     "AttentionQuality",
     "ChunkOptions",
     "CodecPair",
+    "GreedyQuality",
     "LanguageModel",
     "ModelQuality",
     "NeedleQuality",
@@ -53,6 +62,7 @@ __all__ = [
     "check_plot",
     "check_writable",
     "codec_pair",
+    "compare_greedy",
     "cut_chunks",
     "draw_model_plot",
     "draw_plot",
@@ -60,6 +70,7 @@ __all__ = [
     "evaluate_chunk",
     "load_language_model",
     "load_tensors",
+    "make_greedy_table",
     "make_model_table",
     "make_needle_table",
     "make_probes",

@@ -13,7 +13,15 @@ from typing import Any
 from kvcodec.cache_options import check_block
 from kvcodec.codec import PRESETS, Codec, codec
 
-__all__ = ["DEFAULT_NAMES", "MODEL_NAMES", "NEEDLE_NAMES", "VARIANTS", "CodecPair", "codec_pair"]
+__all__ = [
+    "DEFAULT_NAMES",
+    "GREEDY_NAMES",
+    "MODEL_NAMES",
+    "NEEDLE_NAMES",
+    "VARIANTS",
+    "CodecPair",
+    "codec_pair",
+]
 
 HALF_PRECISION = "fp16"
 EXACT: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16"}
@@ -63,6 +71,9 @@ MODEL_NAMES: tuple[str, ...] = (*EXACT, "int8", "int8 hadamard", *DEFAULT_NAMES[
 
 NEEDLE_NAMES: tuple[str, ...] = ("fp32", "int8", "int4", "lm4/lm2")
 """The names that are compared by retrieval where none is chosen."""
+
+GREEDY_NAMES: tuple[str, ...] = ("int8", "int4")
+"""The names that are compared by greedy decoding where none is chosen."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from time import perf_counter
 from typing import Any
 
@@ -135,6 +135,50 @@ class Predictions:
         """
         return asdict(self)
 
+    @classmethod
+    def can_be_dict(cls, given: Any, codec: str, tokens: int, counted: int) -> bool:
+        """Whether `to_dict` can have given this.
+
+        Parameters
+        ----------
+        given : object
+            What JSON held.
+        codec : str
+            The name of the codec pair.
+        tokens, counted : int
+            Tokens fed and predictions counted.
+
+        Returns
+        -------
+        bool
+            Whether names, kinds and counts are right.
+        """
+        if not isinstance(given, dict) or set(given) != {each.name for each in fields(cls)}:
+            return False
+        kinds = {
+            "bits_per_value": float,
+            "bytes_per_token": float,
+            "seconds": float,
+            "left_out": int,
+        }
+        lists = {
+            "kl": float,
+            "same_top": bool,
+            "exact_log_probability": float,
+            "log_probability": float,
+        }
+        return (
+            (given["codec"], given["tokens"]) == (codec, tokens)
+            and all(isinstance(given[side], dict | None) for side in ("key", "value"))
+            and all(type(given[name]) is kind for name, kind in kinds.items())
+            and given["seconds"] > 0
+            and all(
+                isinstance(given[name], list)
+                and [type(each) for each in given[name]] == [kind] * counted
+                for name, kind in lists.items()
+            )
+        )
+
 
 class Run:
     """A model with a cache of its own, fed piece by piece."""
@@ -152,16 +196,13 @@ class Run:
         import torch
 
         kept = {"logits_to_keep": max(keep, 1)} if self._takes_kept else {}
-        options = {self._name: self.cache, **kept}
+        # Configs of models from training often say false.
+        options = {self._name: self.cache, "use_cache": True, **kept}
         with torch.inference_mode(), _attention(self.model, self.attention):
             start = perf_counter()
             answer = self.model(torch.tensor([tokens]), **options)
             self.seconds += perf_counter() - start
         return answer.logits[0, answer.logits.shape[1] - keep :].float()
-
-    def forget(self) -> None:
-        """Give the memory of the cache back, which Python would keep: it refers to itself."""
-        self.cache.reset()
 
 
 @contextmanager
@@ -280,7 +321,6 @@ def evaluate_chunk(
             advance()
     for run, predictions in zip(runs, found, strict=True):
         predictions.tokens, predictions.seconds = fed, run.seconds
-        run.forget()
     return found
 
 

@@ -25,7 +25,7 @@ from kvcodec.evaluation.store import Store
 
 __all__ = [
     "Unit",
-    "check_model_pair",
+    "check_tokens",
     "chunk_units",
     "divergence_rows",
     "measure",
@@ -98,6 +98,32 @@ class Unit:
             {"found": run_probes(model, self.work, pair, self.options, advance)} for pair in pairs
         ]
 
+    def can_be_result(self, codec: str, result: Any) -> bool:
+        """Whether `run` can have given this.
+
+        Parameters
+        ----------
+        codec : str
+            The name of the codec pair.
+        result : object
+            What JSON held.
+
+        Returns
+        -------
+        bool
+            Whether names, kinds and counts are right.
+        """
+        if not isinstance(self.work, Probes):
+            last = self.options.last
+            counted = self.tokens if last is None else min(last, self.tokens)
+            return Predictions.can_be_dict(result, codec, self.tokens, counted)
+        return (
+            isinstance(result, dict)
+            and set(result) == {"found"}
+            and isinstance(result["found"], list)
+            and [type(each) for each in result["found"]] == [bool] * len(self.work.rests)
+        )
+
 
 def chunk_units(chunks: Sequence[list[int]], options: ChunkOptions) -> list[Unit]:
     """A unit for each chunk of a text.
@@ -149,33 +175,30 @@ def needle_units(probes: Sequence[Probes], options: ChunkOptions) -> list[Unit]:
     return [Unit(f"length {each.length}, depth {each.depth:.6f}", each, options) for each in probes]
 
 
-def check_model_pair(model: LanguageModel, pair: CodecPair, units: Sequence[Unit]) -> None:
-    """Raise a ValueError that says why a codec pair cannot be measured.
+def check_tokens(pair: CodecPair, options: ChunkOptions, tokens: int) -> None:
+    """Raise a ValueError that says why a codec pair cannot be measured, whatever the model.
 
     Parameters
     ----------
-    model : LanguageModel
-        The model.
     pair : CodecPair
         The codecs.
-    units : sequence of Unit
-        What they are to be measured in.
+    options : ChunkOptions
+        How the cache is made.
+    tokens : int
+        Tokens that are fed at least.
 
     Raises
     ------
     ValueError
-        If the codecs do not fit the model, or no query of some unit would see a packed token.
+        If the pair is for tensors only, or no query would see a packed token.
     """
     if pair.key is None and pair.exact_dtype is None:
         raise ValueError(f"{pair.name} is for tensors; a cache keeps exact tokens as fp32 or bf16.")
-    options = units[0].options
-    packed_run(model, pair, options)
     needed = options.sinks + options.recent + pair.block
-    shortest = min(unit.tokens for unit in units)
-    if pair.key is not None and shortest < needed:
+    if pair.key is not None and tokens < needed:
         raise ValueError(
             f"no query sees a packed token: with sinks={options.sinks}, recent={options.recent} "
-            f"and blocks of {pair.block} it takes {needed} tokens, but {shortest} are given."
+            f"and blocks of {pair.block} it takes {needed} tokens, but {tokens} are given."
         )
 
 
@@ -238,7 +261,7 @@ def stored_results(
     for unit in units:
         lacking = []
         for pair in pairs:
-            found = None if store is None else store.get(f"{unit.name}, {pair.name}")
+            found = None if store is None else _stored_result(store, unit, pair)
             if found is None:
                 lacking.append(pair)
             else:
@@ -248,13 +271,26 @@ def stored_results(
     return results, missing
 
 
+def _stored_result(store: Store, unit: Unit, pair: CodecPair) -> dict[str, Any] | None:
+    """What a store has of a unit and codec; raises if it cannot be that."""
+    name = _stored_name(unit, pair)
+    found = store.get(name)
+    if found is not None and not unit.can_be_result(pair.name, found):
+        raise store.damaged(name)
+    return found
+
+
+def _stored_name(unit: Unit, pair: CodecPair) -> str:
+    return f"{unit.name}, {pair.name}"
+
+
 def keep_result(
     results: Results, store: Store | None, unit: Unit, pair: CodecPair, result: dict[str, Any]
 ) -> None:
     """Add a result, and store it."""
     results[unit.name, pair.name] = result
     if store is not None:
-        store.put(f"{unit.name}, {pair.name}", result)
+        store.put(_stored_name(unit, pair), result)
 
 
 def divergence_rows(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from kvcodec.evaluation.greedy import GreedyQuality
 from kvcodec.evaluation.model_quality import ModelQuality
 from kvcodec.evaluation.needle import NeedleQuality
 from kvcodec.evaluation.report import draw_panels, table_of
@@ -14,7 +16,7 @@ from kvcodec.evaluation.report import draw_panels, table_of
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["draw_model_plot", "make_model_table", "make_needle_table"]
+__all__ = ["draw_model_plot", "make_greedy_table", "make_model_table", "make_needle_table"]
 
 MODEL_COLUMNS = (
     ("bits a\nvalue", "bits_per_value", ".2f"),
@@ -41,6 +43,17 @@ NEEDLE_COLUMNS = (
     ("95% from", "share_low", ".1%"),
     ("to", "share_high", ".1%"),
     ("ends as\nwith fp32", "same_as_exact", ".1%"),
+)
+GREEDY_COLUMNS = (
+    ("bits a\nvalue", "bits_per_value", ".2f"),
+    ("prompt", "prompt", "d"),
+    ("tokens", "prompt_tokens", ",d"),
+    ("same", "same", "d"),
+    ("of", "new_tokens", "d"),
+    ("fp32 goes\non with", "exact_token", "s"),
+    ("this\nwith", "token", "s"),
+    ("margin\n(nats)", "margin", ".3f"),
+    ("own\nmargin", "own_margin", ".3f"),
 )
 
 
@@ -113,6 +126,48 @@ def make_needle_table(rows: Sequence[NeedleQuality]) -> Table:
     )
     caption = "95%: Wilson interval of the share. fp32: the misses of the model itself."
     return table_of(rows, NEEDLE_COLUMNS, title, caption)
+
+
+def make_greedy_table(rows: Sequence[GreedyQuality]) -> Table:
+    """A table with a row for each codec and prompt.
+
+    Parameters
+    ----------
+    rows : sequence of GreedyQuality
+        What was measured, at least one.
+
+    Returns
+    -------
+    rich.table.Table
+        To be printed by `print_table`.
+
+    Examples
+    --------
+    >>> from kvcodec.evaluation import GreedyQuality, make_greedy_table
+    >>> row = GreedyQuality(
+    ...     "model", "int4", None, None, bits_per_value=4.25, prompt=1, prompt_tokens=512, same=20,
+    ...     new_tokens=24, exact_token=" the", token=" a", margin=0.01, own_margin=0.02, sinks=4,
+    ...     recent=32, block=64,
+    ... )
+    >>> make_greedy_table([row]).row_count
+    1
+    """
+    first = rows[0]
+    title = f"{first.model}: greedy decoding; sinks {first.sinks}, recent {first.recent}"
+    caption = (
+        "same: tokens until the first that is not that of the float32 run. margin: there, the log "
+        "probability of the float32 run's token less that of the other, in the float32 run; own "
+        "margin: the other way round, in this one."
+    )
+    shown = [
+        replace(row, exact_token=_shown(row.exact_token), token=_shown(row.token)) for row in rows
+    ]
+    return table_of(shown, GREEDY_COLUMNS, title, caption)
+
+
+def _shown(token: str | None) -> str | None:
+    """A token in quotation marks, with what does not print written out."""
+    return None if token is None else ascii(token)
 
 
 def draw_model_plot(rows: Sequence[ModelQuality], path: str | os.PathLike[str]) -> None:

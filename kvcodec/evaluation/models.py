@@ -64,13 +64,15 @@ class LanguageModel:
         return [first] if first is not None and around[0] == first else []
 
 
-def load_language_model(path: str | os.PathLike[str]) -> LanguageModel:
+def load_language_model(path: str | os.PathLike[str], *, weights: bool = True) -> LanguageModel:
     """Load a model and its tokenizer in float32, without a network.
 
     Parameters
     ----------
     path : str or path
         A folder as `save_pretrained` of Transformers writes it, or a file ending in .gguf.
+    weights : bool, default True
+        False makes a model without memory for its weights, which has a config and cannot be run.
 
     Returns
     -------
@@ -80,8 +82,9 @@ def load_language_model(path: str | os.PathLike[str]) -> LanguageModel:
     Raises
     ------
     ValueError
-        If the extra ``hf`` is not installed, there is no such model, or it cannot be loaded or is
-        of a kind that `KVCodecCache` does not support.
+        If the extra ``hf`` is not installed, there is no such model, or it cannot be loaded, lacks
+        weights or has some that are not finite, or is of a kind that `KVCodecCache` does not
+        support.
 
     Examples
     --------
@@ -90,11 +93,8 @@ def load_language_model(path: str | os.PathLike[str]) -> LanguageModel:
     Traceback (most recent call last):
     ValueError: model must be a folder or a .gguf file, but 'nowhere.gguf' is neither.
     """
+    is_file = check_model_path(path)
     path = Path(path)
-    is_file = path.is_file() and path.suffix.lower() == GGUF
-    if not is_file and not path.is_dir():
-        raise ValueError(f"model must be a folder or a .gguf file, but {str(path)!r} is neither.")
-    check_extra(is_file)
     import torch
     import transformers
 
@@ -108,9 +108,15 @@ def load_language_model(path: str | os.PathLike[str]) -> LanguageModel:
     try:
         with _quiet(transformers):
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
-            model, loading = transformers.AutoModelForCausalLM.from_pretrained(
-                folder, dtype=torch.float32, output_loading_info=True, **options
-            )
+            if weights:
+                model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+                    folder, dtype=torch.float32, output_loading_info=True, **options
+                )
+            else:
+                config = transformers.AutoConfig.from_pretrained(folder, **options)
+                with torch.device("meta"):
+                    model = transformers.AutoModelForCausalLM.from_config(config)
+                loading = {"missing_keys": []}
     # Readers of models raise whatever a damaged or foreign file leads to.
     except Exception as error:
         reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
@@ -121,8 +127,51 @@ def load_language_model(path: str | os.PathLike[str]) -> LanguageModel:
             f"model {str(path)!r} cannot be loaded: it lacks {len(missing)} of its weights, "
             f"{missing[0]} among them."
         )
+    if weights and (name := _not_finite(model)):
+        raise ValueError(
+            f"model {str(path)!r} cannot be run: its weights {name} are not all finite numbers."
+        )
     KVCodecCache(model.config)
     return LanguageModel(model.eval(), tokenizer, path.resolve().name)
+
+
+def check_model_path(path: str | os.PathLike[str]) -> bool:
+    """Whether the path is that of a .gguf file, and not of a folder.
+
+    Parameters
+    ----------
+    path : str or path
+        The path of a model.
+
+    Returns
+    -------
+    bool
+        True for a file, False for a folder.
+
+    Raises
+    ------
+    ValueError
+        If it is neither, or the extra ``hf`` is not installed.
+    """
+    given = os.fspath(path)
+    is_file = Path(given).is_file() and Path(given).suffix.lower() == GGUF
+    if not given or not (is_file or Path(given).is_dir()):
+        raise ValueError(f"model must be a folder or a .gguf file, but {given!r} is neither.")
+    check_extra(is_file)
+    return is_file
+
+
+def _not_finite(model: Any) -> str | None:
+    """The name of weights with a number that is not finite, which all predictions depend on."""
+    import torch
+
+    # A token that is never used may have any numbers.
+    embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
+    left_out = {id(weights) for each in embeddings if each for weights in each.parameters()}
+    for name, weights in model.named_parameters():
+        if id(weights) not in left_out and not bool(torch.isfinite(weights).all()):
+            return name
+    return None
 
 
 def check_extra(gguf: bool) -> None:

@@ -200,24 +200,26 @@ def _group(
 ) -> Probes:
     before, after = frame
     sentences = [model.encode(SENTENCE.format(code=code)) for code in codes]
-    hay = length - len(before) - len(after) - max(len(sentence) for sentence in sentences)
-    if hay < 1:
+    # The codes of a depth may differ in tokens; what follows them makes up for it.
+    rooms = [length - len(before) - len(after) - len(sentence) for sentence in sentences]
+    least, most = min(rooms), max(rooms)
+    if least < 1:
         raise ValueError(
             f"lengths must leave room for text beside sentence and question, at least "
-            f"{length - hay + 1} tokens, but {length} was given."
+            f"{length - least + 1} tokens, but {length} was given."
         )
-    if hay > len(tokens):
+    if most > len(tokens):
         raise ValueError(
-            f"text must have at least {hay} tokens for a context of {length}, but has "
+            f"text must have at least {most} tokens for a context of {length}, but has "
             f"{len(tokens)}."
         )
-    first = int(start * (len(tokens) - hay + 1))
-    stretch = list(tokens[first : first + hay])
-    cut = round(depth * hay)
+    first = int(start * (len(tokens) - most + 1))
+    stretch = list(tokens[first : first + most])
+    cut = round(depth * least)
     answers = [model.encode(str(code)) for code in codes]
     rests = [
-        [*sentence, *stretch[cut:], *after, *answer]
-        for sentence, answer in zip(sentences, answers, strict=True)
+        [*sentence, *stretch[cut:room], *after, *answer]
+        for sentence, room, answer in zip(sentences, rooms, answers, strict=True)
     ]
     return Probes(length, depth, [*before, *stretch[:cut]], rests, [len(x) for x in answers])
 
@@ -292,9 +294,7 @@ def run_probes(
     for rest, code_tokens in zip(probes.rests, probes.code_tokens, strict=True):
         run = Run(shared.model, shared.attention, shared.cache.copy())
         found.append(_writes_code(run, rest, code_tokens, options.chunk))
-        run.forget()
         advance()
-    shared.forget()
     return found
 
 

@@ -19,6 +19,7 @@ from kvcodec.evaluation.tensors import Tensors
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
     from rich.table import Table
 
 __all__ = [
@@ -89,20 +90,28 @@ def table_of(
 
     What is None or no number is left blank.
     """
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(title=Text(title), caption=Text(caption), caption_justify="left")
-    table.add_column("codec", no_wrap=True)
-    for heading, _, _ in columns:
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = new_table(title, caption, ["codec", *(heading for heading, _, _ in columns)])
     for row in rows:
         table.add_row(row.name, *(_cell(getattr(row, name), form) for _, name, form in columns))
     return table
 
 
-def _cell(value: float | None, form: str) -> str:
-    return "" if value is None or math.isnan(value) else format(value, form)
+def new_table(title: str, caption: str | None, columns: Sequence[str], texts: int = 1) -> Table:
+    """A table of which the first columns hold texts and the others numbers."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(
+        title=Text(title), caption=Text(caption) if caption else None, caption_justify="left"
+    )
+    for index, heading in enumerate(columns):
+        table.add_column(heading, justify="left" if index < texts else "right", no_wrap=True)
+    return table
+
+
+def _cell(value: float | str | None, form: str) -> str:
+    blank = value is None or (isinstance(value, float) and math.isnan(value))
+    return "" if blank else format(value, form)
 
 
 def print_table(table: Table) -> None:
@@ -134,7 +143,7 @@ def to_json(rows: Sequence[Any]) -> str:
 
     Parameters
     ----------
-    rows : sequence of AttentionQuality, ModelQuality or NeedleQuality
+    rows : sequence of AttentionQuality, ModelQuality, NeedleQuality or GreedyQuality
         What was measured.
 
     Returns
@@ -252,6 +261,11 @@ def draw_panels(
     figure.suptitle(printable, parse_math=False)
     for axes, panel in zip(figure.subplots(1, len(panels)), panels, strict=True):
         _draw_panel(axes, rows, panel)
+    save_picture(figure, path)
+
+
+def save_picture(figure: Figure, path: str | os.PathLike[str]) -> None:
+    """Write a figure in the format that the name of the file tells."""
     picture = BytesIO()
     figure.savefig(picture, format=_plot_format(path), dpi=150)
     write_file(path, picture.getvalue())

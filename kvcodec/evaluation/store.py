@@ -22,7 +22,7 @@ class Store:
     Parameters
     ----------
     directory : str or path
-        The directory; it is made if it is not there.
+        The directory; `begin` makes it if it is not there.
     about : dict
         What the measurement depends on, as JSON can hold it.
 
@@ -38,26 +38,38 @@ class Store:
     >>> import tempfile
     >>> from kvcodec.evaluation.store import Store
     >>> with tempfile.TemporaryDirectory() as directory:
-    ...     Store(directory, {"tokens": 512}).put("chunk 0, int4", {"kl": [0.25]})
+    ...     store = Store(directory, {"tokens": 512})
+    ...     store.begin()
+    ...     store.put("chunk 0, int4", {"kl": [0.25]})
     ...     Store(directory, {"tokens": 512}).get("chunk 0, int4")
     {'kl': [0.25]}
     """
 
     def __init__(self, directory: str | os.PathLike[str], about: dict[str, Any]) -> None:
-        self._directory = Path(directory)
+        self._directory, self._about = Path(directory), about
         path = self._directory / ABOUT
         if path.is_file():
             _check_same(self._directory, _read(path), about)
-            return
-        if self._directory.exists() and (
+        elif self._directory.exists() and (
             not self._directory.is_dir() or any(self._directory.iterdir())
         ):
             raise ValueError(
                 f"resume must be a new or empty directory or one of an earlier run, but "
                 f"{self._directory} holds something else."
             )
-        self._directory.mkdir(parents=True, exist_ok=True)
-        write_file(path, json.dumps(about, indent=2).encode())
+
+    def begin(self) -> None:
+        """Make the directory and its note, if they are not there.
+
+        Raises
+        ------
+        OSError
+            If they cannot be made.
+        """
+        path = self._directory / ABOUT
+        if not path.is_file():
+            self._directory.mkdir(parents=True, exist_ok=True)
+            write_file(path, json.dumps(self._about, indent=2).encode())
 
     def get(self, name: str) -> Any:
         """The result of a piece, or None if it is not finished.
@@ -84,9 +96,24 @@ class Store:
             return None
         stored = _read(path)
         result = stored.get("result") if isinstance(stored, dict) else None
-        if stored != _sealed(name, result):
-            raise ValueError(f"resume holds the damaged file {path}; delete it.")
+        if result is None or stored != _sealed(name, result):
+            raise _damaged(path)
         return result
+
+    def damaged(self, name: str) -> ValueError:
+        """What to raise if what is stored for a piece cannot be its result.
+
+        Parameters
+        ----------
+        name : str
+            The name of the piece.
+
+        Returns
+        -------
+        ValueError
+            It names the file.
+        """
+        return _damaged(self._path(name))
 
     def put(self, name: str, result: Any) -> None:
         """Keep the result of a piece: as a whole, or not at all.
@@ -121,14 +148,18 @@ def _read(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
-        raise ValueError(f"resume holds the damaged file {path}; delete it.") from None
+        raise _damaged(path) from None
+
+
+def _damaged(path: Path) -> ValueError:
+    return ValueError(f"resume holds the damaged file {path}; delete it.")
 
 
 def _check_same(directory: Path, found: Any, about: dict[str, Any]) -> None:
     """Raise unless a directory's note says what this measurement says of itself."""
     if not isinstance(found, dict):
-        raise ValueError(f"resume holds the damaged file {directory / ABOUT}; delete it.")
-    for name in sorted({*about, *found}):
+        raise _damaged(directory / ABOUT)
+    for name in dict.fromkeys([*about, *found]):
         if about.get(name) != found.get(name):
             raise ValueError(
                 f"resume must be a directory of the same measurement, but in {directory} "

@@ -24,6 +24,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 USE_BOTH = (
     'cache=KVCodecCache(model.config) and model.set_attn_implementation("kvcodec") go together'
 )
+COMPILE_PARTS = (
+    "torch.compile may cover parts without attention, such as each layer.mlp, but not the model"
+)
 # What models hand on to every attention function and what has no bearing on its result.
 IGNORED = frozenset(
     {
@@ -68,7 +71,7 @@ class HandedOver(torch.Tensor):
         raise ValueError(
             f"cache is a KVCodecCache, whose keys and values only the attention function "
             f'"kvcodec" can read, but {getattr(func, "__name__", func)!r} was called on them; '
-            f"{USE_BOTH}."
+            f"{USE_BOTH}, and {COMPILE_PARTS}."
         )
 
 
@@ -87,6 +90,8 @@ def mask(
     Parameters are those of Transformers' mask functions. Raises unless the mask is causal, over
     all tokens or a sliding window, with padding on the left of the new tokens.
     """
+    if torch.compiler.is_compiling():
+        raise ValueError(f'attention "kvcodec" cannot be compiled: {COMPILE_PARTS}.')
     if use_vmap or not allow_is_causal_skip:
         raise ValueError(
             'attention "kvcodec" is causal, over all tokens or over a sliding window, but the '
@@ -139,6 +144,7 @@ def attention(
     layer = _layer_of(key, value)
     _check_call(module, dropout, is_causal, others)
     _check_layers(module, len(layer.owner.layers))
+    layer.check_module(module)
     columns = _checked_columns(attention_mask, layer)
     _check_positions(position_ids, columns)
     result = layer.append_attend(
@@ -188,7 +194,8 @@ def _layer_of(key: torch.Tensor, value: torch.Tensor) -> KVCodecLayer:
     if not isinstance(key, HandedOver) or not isinstance(value, HandedOver):
         raise ValueError(
             f'attention "kvcodec" needs the keys and values of a KVCodecCache, but was given '
-            f"others; {USE_BOTH}."
+            f"others; {USE_BOTH}, and generation that runs the model with other caches too "
+            "(guidance_scale, assistant_early_exit) is not supported."
         )
     if key.taken:
         raise ValueError(
@@ -207,6 +214,11 @@ def _check_call(
         )
     if is_causal is False or not getattr(module, "is_causal", True):
         raise ValueError('is_causal must be true with attention "kvcodec", but is false.')
+    if others.get("use_cache") is False:
+        raise ValueError(
+            'use_cache must be true with attention "kvcodec", but is false: generation would '
+            "append all earlier tokens to cache again."
+        )
     wants_weights = getattr(getattr(module, "config", None), "output_attentions", False)
     if wants_weights or others.get("output_attentions"):
         raise ValueError(

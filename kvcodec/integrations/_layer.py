@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,9 +27,23 @@ class KVCodecLayer(transformers.cache_utils.CacheLayerMixin):
 
     def __init__(self, owner: KVCodecCache, index: int, window: int | None) -> None:
         super().__init__()
-        self.owner, self.index, self.window = owner, index, window
+        # The cache holds its layers: the other way round, only the garbage collector would free it.
+        self._owner = weakref.ref(owner)
+        self.index, self.window = index, window
         self.columns = Columns()
         self.record_past = False
+        self.module: weakref.ref[torch.nn.Module] | None = None  # what filled it
+
+    @property
+    def owner(self) -> KVCodecCache:
+        """The cache that it is a layer of."""
+        owner = self._owner()
+        if owner is None:
+            raise ReferenceError(
+                f"cache must be kept as long as its layers are used, but that of layer "
+                f"{self.index} is gone."
+            )
+        return owner
 
     @property
     def is_sliding(self) -> bool:
@@ -53,6 +68,17 @@ class KVCodecLayer(transformers.cache_utils.CacheLayerMixin):
             check_tensor(states, name)
         self.lazy_initialization(key_states, value_states)
         return HandedOver.of(self, key_states), HandedOver.of(self, value_states)
+
+    def check_module(self, module: torch.nn.Module) -> None:
+        """Raise if another model with other weights, which is still there, has filled the layer."""
+        known = None if self.module is None else self.module()
+        if self.columns.count and known is not None and not _same_weights(known, module):
+            raise ValueError(
+                f"cache must be continued by the model that filled it, but layer {self.index} of "
+                "another one with other weights was called; give each model a KVCodecCache of its "
+                "own."
+            )
+        self.module = weakref.ref(module)
 
     def append_attend(
         self, q: Floats, k: Floats, v: Floats, columns: NewColumns, **options: Any
@@ -79,3 +105,11 @@ class KVCodecLayer(transformers.cache_utils.CacheLayerMixin):
         """Most tokens, or -1 for no limit."""
         capacity = self.owner.kv.capacity
         return -1 if capacity is None else capacity
+
+
+def _same_weights(module: torch.nn.Module, other: torch.nn.Module) -> bool:
+    """Whether two modules compute the same, as copies of a model do."""
+    if module is other:
+        return True
+    one, two = dict(module.named_parameters()), dict(other.named_parameters())
+    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)

@@ -22,7 +22,18 @@ def layers_of(config: Any) -> dict[str, list[Any]]:
         raise TypeError(f"config must be that of a model, model.config, but is {type(config)}.")
     if config.is_encoder_decoder:
         raise _refused("an encoder-decoder model")
-    config = config.get_text_config(decoder=True)
+    try:
+        return _layers(config.get_text_config(decoder=True))
+    # What Transformers raises for an attribute that differs from layer to layer.
+    except RuntimeError as error:
+        reason = str(error).split("\n")[0].rstrip(".")
+        raise _refused(f"a model whose layers differ in more than their sizes ({reason})") from None
+
+
+def _layers(config: Any) -> dict[str, list[Any]]:
+    """The sizes and windows of a decoder."""
+    if _has_alibi(config):
+        raise _refused("a model with ALiBi, a bias of attention by distance")
     if getattr(config, "kv_lora_rank", None) is not None:
         raise _refused("a model with multi-head latent attention")
     if getattr(config, "use_bidirectional_attention", False) or not getattr(
@@ -48,6 +59,12 @@ def layers_of(config: Any) -> dict[str, list[Any]]:
         **{name: list(x) for name, x in zip(names, zip(*sizes, strict=True), strict=True)},
         "window": windows,
     }
+
+
+def _has_alibi(config: Any) -> bool:
+    """Whether attention has linear biases, which Bloom has without a word in its config."""
+    own = (config, getattr(config, "attn_config", None))
+    return config.model_type == "bloom" or any(getattr(each, "alibi", False) for each in own)
 
 
 def _refused(what: str) -> ValueError:

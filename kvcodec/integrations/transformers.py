@@ -243,13 +243,14 @@ class KVCodecCache(transformers.Cache):
         self.kv.reset()
         for layer in self.layers:
             layer.columns = Columns()
+            layer.module = None
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Continue the chosen rows, as beam search does; codes are not changed.
 
         Parameters
         ----------
-        beam_idx : torch.Tensor of int, shape (batch,)
+        beam_idx : torch.Tensor or array-like of int, shape (batch,)
             For each new row the old one that it continues.
 
         Raises
@@ -257,14 +258,14 @@ class KVCodecCache(transformers.Cache):
         ValueError
             If there are not as many indices of rows as rows.
         """
-        self._take(beam_idx.cpu().numpy(), self.kv.reorder)
+        self._take(beam_idx, self.kv.reorder)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the given rows of the batch.
 
         Parameters
         ----------
-        indices : torch.Tensor of int, shape (new batch,)
+        indices : torch.Tensor or array-like of int, shape (new batch,)
             Rows to keep; at least one.
 
         Raises
@@ -272,7 +273,7 @@ class KVCodecCache(transformers.Cache):
         ValueError
             If there is no index, or one is no row.
         """
-        self._take(indices.cpu().numpy(), self.kv.select)
+        self._take(indices, self.kv.select)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Put copies of each row next to it; they share full pages.
@@ -294,6 +295,7 @@ class KVCodecCache(transformers.Cache):
     def _take(self, indices: Any, change: abc.Callable[[Any], None]) -> None:
         if not self._holds_tokens():
             return  # the size of the batch is not known yet
+        indices = np.asarray(indices.cpu() if isinstance(indices, torch.Tensor) else indices)
         change(indices)
         for layer in self.layers:
             layer.columns = layer.columns.rows(indices)
@@ -326,11 +328,24 @@ class KVCodecCache(transformers.Cache):
             The copy.
         """
         copied = object.__new__(type(self))
-        copied._hold(self.kv.copy(), self._exact_dtype, self._model_type)
+        copied.__setstate__(self.__getstate__() | {"kv": self.kv.copy()})
         for layer, own in zip(copied.layers, self.layers, strict=True):
-            layer.columns = own.columns.cropped(own.columns.count)
-            layer.record_past = own.record_past
+            layer.module = own.module
         return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "kv": self.kv,
+            "exact_dtype": self._exact_dtype,
+            "model_type": self._model_type,
+            "columns": [layer.columns.cropped(layer.columns.count) for layer in self.layers],
+            "record_past": self.layers[0].record_past,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._hold(state["kv"], state["exact_dtype"], state["model_type"])
+        for layer, columns in zip(self.layers, state["columns"], strict=True):
+            layer.columns, layer.record_past = columns, state["record_past"]
 
     def __copy__(self) -> KVCodecCache:
         return self.copy()
