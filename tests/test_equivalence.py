@@ -142,7 +142,7 @@ def codes(bits):
 
 def head_dims(codec):
     """Sizes that a codec takes."""
-    if codec.code == "lloyd_max":
+    if codec.code in ("lloyd_max", "trellis"):
         return (16, 40, 64, 80, 128)
     return (1, 2, 12, 16, 40, 64, 128) if codec.rotation != "none" else (1, 7, 16, 33, 64, 128)
 
@@ -565,6 +565,26 @@ TABLE = [
             ("dequantize_lloyd_max",),
             codes_with_scale(np.uint8, 0, 2**bits - 1, book_dims),
             lambda codes, scale, bits=bits: kv.dequantize_lloyd_max(codes, scale, bits),
+        )
+        for bits in (2, 3, 4)
+    ),
+    *(
+        Case(
+            f"quantize_trellis {bits} {rule} {dtype}",
+            ("quantize_trellis",),
+            on_size(book_dims, lambda n: (vectors(n),)),
+            lambda x, bits=bits, rule=rule, dtype=dtype: kv.quantize_trellis(
+                x, bits, scale_rule=rule, scale_dtype=dtype
+            ),
+        )
+        for bits, rule, dtype in product((2, 3, 4), LLOYD_MAX_SCALE_RULES, SCALE_DTYPES)
+    ),
+    *(
+        Case(
+            f"dequantize_trellis {bits}",
+            ("dequantize_trellis",),
+            codes_with_scale(np.uint8, 0, 2**bits - 1, book_dims),
+            lambda codes, scale, bits=bits: kv.dequantize_trellis(codes, scale, bits),
         )
         for bits in (2, 3, 4)
     ),
