@@ -153,6 +153,14 @@ def test_least_squares_has_the_least_error(bits):
     assert min(errors, key=errors.get) == "least_squares"
 
 
+@every_width
+def test_every_build_finds_the_same_codes_of_the_longest_rows(bits):
+    x = random(3, 1024)
+    x[1] *= np.exp2(np.arange(1024) % 40 - 20)
+    x[2, 1:] = 0
+    assert_equivalent(kv.quantize_trellis, x, bits)
+
+
 @pytest.mark.parametrize("rule", ["norm", "least_squares", "norm_preserving", "unbiased"])
 @every_width
 def test_zeros_and_single_spikes_are_coded_by_every_rule(rule, bits):
