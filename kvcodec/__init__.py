@@ -37,6 +37,7 @@ from kvcodec.transform import (
     srht_signs,
     supported_head_dims,
 )
+from kvcodec.trellis import TrellisTable, dequantize_trellis, quantize_trellis, trellis_table
 from kvcodec.window import windowed_attention
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "Encoded",
     "KVCache",
     "Sample",
+    "TrellisTable",
     "__version__",
     "attention",
     "codebook",
@@ -55,6 +57,7 @@ __all__ = [
     "dequantize_asymmetric",
     "dequantize_lloyd_max",
     "dequantize_symmetric",
+    "dequantize_trellis",
     "fwht",
     "get_config",
     "hadamard_matrix",
@@ -67,12 +70,14 @@ __all__ = [
     "quantize_kivi_keys",
     "quantize_lloyd_max",
     "quantize_symmetric",
+    "quantize_trellis",
     "scores",
     "set_num_threads",
     "show_config",
     "srht",
     "srht_signs",
     "supported_head_dims",
+    "trellis_table",
     "unpack",
     "windowed_attention",
 ]

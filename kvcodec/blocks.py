@@ -12,7 +12,7 @@ from kvcodec import _arena
 from kvcodec.codec import Codec
 from kvcodec.encoded import Encoded, layout_of
 from kvcodec.reference import tiles
-from kvcodec.reference.packing import stored_bits
+from kvcodec.reference.packing import packed_bytes, stored_bits
 from kvcodec.reference.tiles import TILE
 
 PAGE_UNITS = 8
@@ -109,8 +109,7 @@ class Blocks:
         if self.codec is None:
             layout: dict[str, Any] = {"exact": (shape, STORED_AS[self.exact_dtype])}
         else:
-            size = tiles.tile_bytes(self.head_dim, self.width, self.codec.side)
-            packed = (self.heads, PAGE_UNITS, self.unit // TILE, size)
+            packed = (self.heads, PAGE_UNITS, self.unit // TILE, self._tile_bytes())
             layout = layout_of(self.codec, shape) | {"packed": (packed, np.uint8)}
         self.pages.append(_arena.zeros(layout))
         self.shared.append(False)
@@ -128,11 +127,32 @@ class Blocks:
             source = x if name == "exact" else getattr(x, name)
             new = source[0, :, done // step : -(-(done + size) // step)]
             if name == "packed":
-                kernels.write_tiles(
-                    page[name][:, index], slot, new, self.head_dim, self.width, self.codec.side
-                )
+                self._write_tiles(page[name][:, index], slot, new, kernels)
             else:
                 page[name][:, index, slot // step : slot // step + new.shape[1]] = new
+
+    def _tile_bytes(self) -> int:
+        codec: Any = self.codec
+        if codec.code == "trellis":
+            row_bytes = packed_bytes(self.head_dim, codec.bits, codec.layout)
+            return TILE * (row_bytes if codec.side == "value" else -(-row_bytes // 4) * 4)
+        return tiles.tile_bytes(self.head_dim, self.width, codec.side)
+
+    def _write_tiles(self, packed: Any, slot: int, rows: Any, kernels: Any) -> None:
+        """Put canonical rows into tiles from this slot on."""
+        codec: Any = self.codec
+        if codec.code == "trellis":
+            tiles.write_streams(packed, slot, rows, codec.side)
+        else:
+            kernels.write_tiles(packed, slot, rows, self.head_dim, self.width, codec.side)
+
+    def _read_tiles(self, packed: Any, tokens: int, kernels: Any) -> NDArray[Any]:
+        """Canonical rows of the first tokens of tiles."""
+        codec: Any = self.codec
+        if codec.code == "trellis":
+            row_bytes = packed_bytes(self.head_dim, codec.bits, codec.layout)
+            return tiles.read_streams(packed, tokens, row_bytes, codec.side)
+        return kernels.read_tiles(packed, tokens, self.head_dim, self.width, codec.side)
 
     @property
     def width(self) -> int:
@@ -163,9 +183,7 @@ class Blocks:
             for name, step in self.steps().items()
             if name != "packed"
         }
-        packed = kernels.read_tiles(
-            page["packed"][:, inside], size, self.head_dim, self.width, self.codec.side
-        )
+        packed = self._read_tiles(page["packed"][:, inside], size, kernels)
         return Encoded(
             self.codec, self.head_dim, packed=packed[None], **arrays, weights=self.weights
         )
@@ -184,8 +202,7 @@ class Blocks:
             tokens = int(self.count[index])
             unit = self.pages[at][name][:, inside]
             if name == "packed":
-                codec: Any = self.codec
-                unit = kernels.read_tiles(unit, tokens, self.head_dim, self.width, codec.side)
+                unit = self._read_tiles(unit, tokens, kernels)
             pieces.append(unit[:, : -(-tokens // self.steps()[name])])
         return np.concatenate(pieces, axis=1)[None]
 

@@ -18,6 +18,7 @@ from kvcodec.reference.center import center_tokens
 from kvcodec.reference.equalize import equalizing_weights
 from kvcodec.reference.packing import packed_bytes
 from kvcodec.reference.srht import srht_signs
+from kvcodec.trellis import TrellisTable, trellis_step, trellis_table
 
 __all__ = ["PRESETS", "Codec", "codec"]
 
@@ -29,6 +30,7 @@ CODES = {
     "symmetric": {"bits": (2, 3, 4, 8), "scale_rule": ("absmax",)},
     "asymmetric": {"bits": ASYMMETRIC_BITS, "scale_rule": ("range",)},
     "lloyd_max": {"bits": (2, 3, 4), "scale_rule": LLOYD_MAX_SCALE_RULES},
+    "trellis": {"bits": (2, 3, 4), "scale_rule": LLOYD_MAX_SCALE_RULES},
 }
 
 
@@ -39,13 +41,13 @@ class Codec:
     Immutable; made by `codec` from a preset. The options that differ between keys and values
     (`side`, `center`, `equalize`, `scale_rule`) may be left open and are then settled by
     `for_side`: keys coded with one scale a token and at most 4 bits are centered and equalized;
-    Lloyd-Max codes preserve the norm of keys and are unbiased for values.
+    Lloyd-Max and trellis codes preserve the norm of keys and are unbiased for values.
 
     Attributes
     ----------
     name : str
         The preset it was made from.
-    code : {"symmetric", "asymmetric", "lloyd_max"}
+    code : {"symmetric", "asymmetric", "lloyd_max", "trellis"}
         The kind of code.
     bits : {2, 3, 4, 8}
         Bits a code.
@@ -120,6 +122,8 @@ class Codec:
                 f"seed is for rotation 'srht' only, but rotation is {self.rotation!r} "
                 f"and seed is {self.seed}."
             )
+        if self.code == "trellis" and self.layout != "dense":
+            raise ValueError(f"layout must be 'dense' for code 'trellis', but is {self.layout!r}.")
         if self.code == "asymmetric":
             object.__setattr__(
                 self,
@@ -183,8 +187,8 @@ class Codec:
         scale_rule = self.scale_rule
         if scale_rule is None:
             rules = CODES[self.code]["scale_rule"]
-            lloyd_max = "norm_preserving" if side == "key" else "unbiased"
-            scale_rule = lloyd_max if self.code == "lloyd_max" else rules[0]
+            fitted = "norm_preserving" if side == "key" else "unbiased"
+            scale_rule = fitted if fitted in rules else rules[0]
         return replace(self, side=side, center=center, equalize=equalize, scale_rule=scale_rule)
 
     def signs(self, head_dim: int) -> NDArray[np.float32]:
@@ -239,8 +243,13 @@ class Codec:
         """
         return codebook(head_dim, self.bits)
 
+    @property
+    def trellis(self) -> TrellisTable:
+        """The level table of the codec's bits, for code "trellis"; ValueError for 8 bits."""
+        return trellis_table(self.bits)
+
     def levels(self, head_dim: int) -> NDArray[np.int8]:
-        """The int8 level that each unsigned code stands for.
+        """The int8 level that each unsigned code, or window of a trellis code, stands for.
 
         Parameters
         ----------
@@ -249,8 +258,8 @@ class Codec:
 
         Returns
         -------
-        ndarray of int8, shape (2^bits,)
-            The levels, in ascending order.
+        ndarray of int8, shape (2^bits,), or (256,) for code "trellis"
+            The levels: of codes in ascending order, of windows as in `trellis_table`.
 
         Raises
         ------
@@ -265,6 +274,8 @@ class Codec:
         """
         if self.code == "lloyd_max":
             return self.codebook(head_dim).levels
+        if self.code == "trellis":
+            return self.trellis.levels
         half = 2 ** (self.bits - 1)
         return np.arange(-half, half).astype(np.int8)
 
@@ -299,6 +310,8 @@ class Codec:
             _validate.transform_order(head_dim, f"{name} (for rotation {self.rotation!r})")
         if self.code == "lloyd_max":
             self.codebook(head_dim)
+        if self.code == "trellis":
+            trellis_step(head_dim, self.bits)
         return head_dim
 
     def bits_per_value(self, head_dim: int, side: str | None = None) -> float:
@@ -569,6 +582,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "lm4": _preset("lloyd_max", 4, "srht"),
     "lm3": _preset("lloyd_max", 3, "srht"),
     "lm2": _preset("lloyd_max", 2, "srht"),
+    "tcq4": _preset("trellis", 4, "srht"),
+    "tcq3": _preset("trellis", 3, "srht"),
+    "tcq2": _preset("trellis", 2, "srht"),
 }
 """The options that each preset name stands for; every other option has its default."""
 
@@ -578,8 +594,9 @@ def codec(name: str, **options: Any) -> Codec:
 
     Parameters
     ----------
-    name : {"int8", "int4", "int3", "int2", "kivi4", "kivi2", "lm4", "lm3", "lm2"}
-        The preset: symmetric INTn, KIVI, or Lloyd-Max.
+    name : {"int8", "int4", "int3", "int2", "kivi4", "kivi2", "lm4", "lm3", "lm2", "tcq4", "tcq3", \
+"tcq2"}
+        The preset: symmetric INTn, KIVI, Lloyd-Max, or trellis.
     **options
         Any attribute of `Codec`, for instance ``rotation="none"`` or ``side="key"``. Where
         `group_size` is larger than the default `block` of 64 and `block` is not given, the block
@@ -598,6 +615,7 @@ def codec(name: str, **options: Any) -> Codec:
     References
     ----------
     KIVI: arXiv:2402.02750. Lloyd-Max codes after a rotation (TurboQuant): arXiv:2504.19874.
+    Trellis codes: QTIP, arXiv:2406.11235.
     Hadamard rotation of the KV cache (QuaRot): arXiv:2404.00456.
 
     Examples

@@ -73,7 +73,7 @@ def quantize_symmetric(
     >>> levels, float(scale)
     (array([ 7, -3,  0,  1], dtype=int8), 1.0)
     """
-    x = _vectors(x)
+    x = vector_array(x)
     bits = _validate.choice(bits, "bits", (2, 3, 4, 8))
     scale_dtype = _validate.choice(scale_dtype, "scale_dtype", SCALE_DTYPES)
     return _backend.resolve(backend).quantize_symmetric(x, bits, scale_dtype)
@@ -117,7 +117,7 @@ def dequantize_symmetric(
     array([[ 3.5, -1.5]], dtype=float32)
     """
     levels = _validate.level_array(levels, "levels")
-    scale = _scales(scale, "scale", levels.shape[:-1])
+    scale = scale_array(scale, "scale", levels.shape[:-1])
     return _backend.resolve(backend).dequantize_symmetric(levels, scale)
 
 
@@ -249,8 +249,8 @@ def dequantize_asymmetric(
         shape = (*outer, -(-tokens // group_size), channels)
     else:
         shape = (*outer, tokens, -(-channels // group_size))
-    scale = _scales(scale, "scale", shape)
-    zero_point = _scales(zero_point, "zero_point", shape)
+    scale = scale_array(scale, "scale", shape)
+    zero_point = scale_array(zero_point, "zero_point", shape)
     return _backend.resolve(backend).dequantize_asymmetric(
         codes, scale, zero_point, group_size, axis
     )
@@ -389,7 +389,7 @@ def quantize_lloyd_max(
     >>> bool(0.0090 < np.mean(error**2) < 0.0096)
     True
     """
-    x = _vectors(x)
+    x = vector_array(x)
     bits = _validate.choice(bits, "bits", (2, 3, 4))
     scale_rule = _validate.choice(scale_rule, "scale_rule", LLOYD_MAX_SCALE_RULES)
     scale_dtype = _validate.choice(scale_dtype, "scale_dtype", SCALE_DTYPES)
@@ -440,20 +440,22 @@ def dequantize_lloyd_max(
     """
     bits = _validate.choice(bits, "bits", (2, 3, 4))
     codes = _validate.code_array(codes, "codes", 2**bits - 1)
-    scale = _scales(scale, "scale", codes.shape[:-1])
+    scale = scale_array(scale, "scale", codes.shape[:-1])
     levels = codebook(codes.shape[-1], bits).levels
     return _backend.resolve(backend).dequantize_lloyd_max(codes, levels, scale)
 
 
-def _vectors(x: ArrayLike) -> NDArray[np.float32]:
+def vector_array(x: ArrayLike) -> NDArray[np.float32]:
+    """Clean vectors that are not empty."""
     x = _validate.float_array(x, "x")
     if x.shape[-1] == 0:
         raise ValueError(f"x must have a last axis of at least 1, but has shape {x.shape}.")
     return x
 
 
-def _scales(scale: ArrayLike, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
+def scale_array(scale: ArrayLike, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
+    """Clean scales of vectors, or of one."""
     array = _validate.as_array(scale, name)
     if array.ndim == 0:
-        return _scales(array[None], name, (1, *shape))[0]
+        return scale_array(array[None], name, (1, *shape))[0]
     return _validate.shaped(_validate.float_array(array, name), name, shape)

@@ -267,7 +267,7 @@ def codecs(draw: st.DrawFn, side: str | None = None, head_dim: int = 64) -> Code
     names = [
         name
         for name, preset in PRESETS.items()
-        if preset["code"] != "lloyd_max" or head_dim in HEAD_DIMS
+        if preset["code"] not in ("lloyd_max", "trellis") or head_dim in HEAD_DIMS
     ]
     name = draw(st.sampled_from(names))
     side = draw(st.sampled_from(SIDES)) if side is None else side
@@ -286,9 +286,9 @@ def codecs(draw: st.DrawFn, side: str | None = None, head_dim: int = 64) -> Code
     elif side == "key":
         options["center"] = options["block"] > 1 and draw(st.booleans())
         options["equalize"] = draw(st.booleans())
-    if code == "lloyd_max":
+    if code in ("lloyd_max", "trellis"):
         options["scale_rule"] = draw(st.sampled_from(LLOYD_MAX_SCALE_RULES))
-    if bits == 3:
+    if bits == 3 and code != "trellis":
         options["layout"] = draw(st.sampled_from(("dense", "padded")))
     return codec(name, **options).for_side(side)
 

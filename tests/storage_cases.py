@@ -133,6 +133,7 @@ CACHES = {
     "kivi2 lm3": (("kivi2", {"scale_dtype": "float32"}), ("lm3", {"seed": 2**64 - 1}), 20),
     "lm4 lm2": (("lm4", {}), ("lm2", {"scale_dtype": "float32"}), 16),
     "float32 lm3": ((None, {}), ("lm3", {"layout": "padded"}), 20),
+    "tcq3 tcq2": (("tcq3", {}), ("tcq2", {"scale_dtype": "float32"}), 20),
     "int8 float32": (("int8", {}), (None, {}), 16),
 }
 

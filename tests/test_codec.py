@@ -66,6 +66,15 @@ def slow_decode(encoded):
         x = zero + codes * scale
     elif codec.code == "symmetric":
         x = (codes - 2 ** (codec.bits - 1)) * np.abs(scale)[..., None]
+    elif codec.code == "trellis":
+        stream = np.unpackbits(np.pad(rows, [(0, 0), (0, 2)]), axis=1, bitorder="little")
+        ring = stream[:, np.arange(-8, n * width) % (n * width)]
+        ends = 8 + width * np.arange(1, n + 1)
+        windows = np.packbits(
+            ring[:, ends[:, None] - np.arange(8, 0, -1)], axis=2, bitorder="little"
+        )
+        levels = kv.trellis_table(codec.bits).levels[windows[..., 0]]
+        x = levels.reshape(encoded.shape) * np.abs(scale)[..., None]
     else:
         x = kv.codebook(n, codec.bits).levels[codes] * np.abs(scale)[..., None]
     if codec.rotation != "none":
@@ -434,7 +443,7 @@ def test_rotation_is_the_default_below_8_bits_only():
     rotations = {name: kv.codec(name).rotation for name in kv.PRESETS}
     assert rotations["int8"] == rotations["kivi4"] == rotations["kivi2"] == "none"
     assert {rotations[name] for name in ("int4", "int3", "int2")} == {"hadamard"}
-    assert {rotations[name] for name in ("lm4", "lm3", "lm2")} == {"srht"}
+    assert {rotations[name] for name in ("lm4", "lm3", "lm2", "tcq4", "tcq3", "tcq2")} == {"srht"}
 
 
 def test_without_queries_an_open_codec_does_not_equalize():

@@ -71,6 +71,7 @@ def rng(seed):
 seeds = st.integers(0, 2**64 - 1)
 short_seeds = st.integers(0, 2**32 - 1)
 book_dims = st.sampled_from(HEAD_DIMS)
+trellis_dims = st.sampled_from((16, 20, 60, 128))  # the reference takes a while for a long row
 
 
 def vectors(n):
@@ -142,7 +143,7 @@ def codes(bits):
 
 def head_dims(codec):
     """Sizes that a codec takes."""
-    if codec.code == "lloyd_max":
+    if codec.code in ("lloyd_max", "trellis"):
         return (16, 40, 64, 80, 128)
     return (1, 2, 12, 16, 40, 64, 128) if codec.rotation != "none" else (1, 7, 16, 33, 64, 128)
 
@@ -565,6 +566,33 @@ TABLE = [
             ("dequantize_lloyd_max",),
             codes_with_scale(np.uint8, 0, 2**bits - 1, book_dims),
             lambda codes, scale, bits=bits: kv.dequantize_lloyd_max(codes, scale, bits),
+        )
+        for bits in (2, 3, 4)
+    ),
+    *(
+        Case(
+            f"quantize_trellis {bits}",
+            ("quantize_trellis",),
+            on_size(
+                trellis_dims,
+                lambda n: (
+                    vectors(n),
+                    st.sampled_from(LLOYD_MAX_SCALE_RULES),
+                    st.sampled_from(SCALE_DTYPES),
+                ),
+            ),
+            lambda x, rule, dtype, bits=bits: kv.quantize_trellis(
+                x, bits, scale_rule=rule, scale_dtype=dtype
+            ),
+        )
+        for bits in (2, 3, 4)
+    ),
+    *(
+        Case(
+            f"dequantize_trellis {bits}",
+            ("dequantize_trellis",),
+            codes_with_scale(np.uint8, 0, 2**bits - 1, trellis_dims),
+            lambda codes, scale, bits=bits: kv.dequantize_trellis(codes, scale, bits),
         )
         for bits in (2, 3, 4)
     ),

@@ -19,6 +19,7 @@ CODECS = [
     kv.codec("kivi2", group_size=128, scale_dtype="float32"),
     kv.codec("lm3", scale_rule="least_squares"),
     kv.codec("lm2", scale_rule="unbiased", scale_dtype="float32"),
+    kv.codec("tcq3", scale_rule="least_squares", scale_dtype="float32"),
 ]
 
 pytestmark = pytest.mark.skipif(

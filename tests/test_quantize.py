@@ -280,6 +280,13 @@ QUANTIZERS = {
         for bits in (2, 3, 4)
         for rule in LLOYD_MAX_SCALE_RULES
     },
+    **{
+        f"trellis-{bits}-{rule}": lambda x, bits=bits, rule=rule: kv.dequantize_trellis(
+            *kv.quantize_trellis(x, bits, scale_rule=rule), bits
+        )
+        for bits in (2, 3, 4)
+        for rule in LLOYD_MAX_SCALE_RULES
+    },
 }
 every_quantizer = pytest.mark.parametrize("roundtrip", QUANTIZERS.values(), ids=QUANTIZERS)
 

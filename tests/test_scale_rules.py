@@ -54,6 +54,8 @@ def test_zeros_and_single_spikes_are_coded_by_every_rule(rule):
 def test_keys_preserve_the_norm_and_values_are_unbiased_by_default():
     assert kv.codec("lm2").for_side("key").scale_rule == "norm_preserving"
     assert kv.codec("lm2").for_side("value").scale_rule == "unbiased"
+    assert kv.codec("tcq2").for_side("key").scale_rule == "norm_preserving"
+    assert kv.codec("tcq2").for_side("value").scale_rule == "unbiased"
     assert kv.codec("lm2", scale_rule="norm").for_side("key").scale_rule == "norm"
 
 

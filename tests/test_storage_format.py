@@ -17,6 +17,7 @@ from kvcodec import reference
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "docs" / "file-format.md").read_text(encoding="utf-8")
 BOOKS = ROOT / "kvcodec" / "reference" / "data" / "codebooks.json"
+TABLES = BOOKS.with_name("trellis.json")
 
 
 def test_the_example_decodes_a_key_of_the_golden_file(monkeypatch, capsys):
@@ -93,12 +94,26 @@ def test_the_matrices_are_those_of_the_text(order):
 
 
 def levels_of(codec, dim):
-    """The level of each code."""
+    """The level of each code, or of each window of a trellis code."""
     if codec["code"] == "symmetric":
         return np.arange(2 ** codec["bits"]) - 2 ** (codec["bits"] - 1)
+    if codec["code"] == "trellis":
+        tables = json.loads(TABLES.read_text(encoding="utf-8"))["tables"]
+        half = np.array(tables[str(codec["bits"])]["levels"])
+        return np.concatenate([half, -half])
     books = json.loads(BOOKS.read_text(encoding="utf-8"))["codebooks"]
     half = np.array(books[str(dim)][str(codec["bits"])]["levels"])
     return np.concatenate([-half[::-1], half])
+
+
+def windows(codes, bits):
+    """The last eight bits up to those of each code, of a ring."""
+    ring = [int(code) for code in codes]
+    found = []
+    for i in range(len(ring)):
+        stream = sum(ring[i - j] << bits * (4 - j) for j in range(5))
+        found.append(stream >> (5 * bits - 8) & 255)
+    return found
 
 
 def floats(stored):
@@ -148,6 +163,8 @@ def read_body(header, arrays, layer, row, head, side):
             scale, zero = scale[:, at], zero[:, at]
         x = zero + codes * scale
     else:
+        if codec["code"] == "trellis":
+            codes = np.array([windows(row, width) for row in codes])
         x = np.abs(scale)[:, None] * levels_of(codec, dim)[codes]
     if codec["rotation"] != "none":
         x = x @ hadamard(dim) / np.sqrt(dim)
@@ -192,6 +209,9 @@ OPTIONS = [
     ("lm3", {}, 20),
     ("lm3", {"layout": "padded", "seed": 7}, 60),
     ("lm2", {"center": False}, 64),
+    ("tcq4", {"scale_dtype": "float32"}, 16),
+    ("tcq3", {"seed": 9}, 20),
+    ("tcq2", {"center": False}, 60),
     (None, {}, 5),
 ]
 

@@ -37,6 +37,17 @@ def quantize_lloyd_max(
 def dequantize_lloyd_max(
     codes: NDArray[uint8], levels: NDArray[int8], scale: NDArray[float32]
 ) -> NDArray[float32]: ...
+def quantize_trellis(
+    x: NDArray[float32],
+    levels: NDArray[int8],
+    step: float,
+    bits: int,
+    scale_rule: str,
+    scale_dtype: str,
+) -> tuple[NDArray[uint8], NDArray[float32]]: ...
+def dequantize_trellis(
+    codes: NDArray[uint8], levels: NDArray[int8], scale: NDArray[float32], bits: int
+) -> NDArray[float32]: ...
 def pack(codes: NDArray[uint8], bits: int, layout: str) -> NDArray[uint8]: ...
 def unpack(packed: NDArray[uint8], n: int, bits: int, layout: str) -> NDArray[uint8]: ...
 def write_tiles(

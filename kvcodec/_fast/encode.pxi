@@ -9,12 +9,21 @@ cdef enum:
     SYMMETRIC = 0
     ASYMMETRIC = 1
     LLOYD_MAX = 2
+    TRELLIS = 3
+
+cdef dict CODE_OF = {
+    "symmetric": SYMMETRIC,
+    "asymmetric": ASYMMETRIC,
+    "lloyd_max": LLOYD_MAX,
+    "trellis": TRELLIS,
+}
 
 
 cdef struct Plan:
     int code
     int bits
     int width                  # bits in the packed row: 4 for padded 3-bit codes
+    int dot_width              # bits of what dot.h multiplies: 8 for the levels of a trellis code
     bint bfloat16
     bint center
     bint rotated
@@ -24,10 +33,11 @@ cdef struct Plan:
     Py_ssize_t groups          # groups of channels
     Py_ssize_t n
     Py_ssize_t row_bytes
-    const int8_t *levels       # 2^width entries
+    const int8_t *levels       # 2^width entries, or 256 for the windows of a trellis code
     const int8_t *table        # the same, NULL if they are code - 2^(width - 1)
     bint values                # the side, which decides how tiles lie
     Book book
+    TrellisPlan trellis
     const Rotation *rotation
 
 
@@ -39,7 +49,7 @@ cdef class CodecPlan:
 
     def __init__(self, codec, Py_ssize_t n):
         cdef Plan *plan = &self.plan
-        plan.code = {"symmetric": SYMMETRIC, "asymmetric": ASYMMETRIC}.get(codec.code, LLOYD_MAX)
+        plan.code = CODE_OF[codec.code]
         plan.bits = codec.bits
         plan.width = 4 if codec.layout == "padded" else codec.bits
         plan.bfloat16 = codec.scale_dtype == "bfloat16"
@@ -52,15 +62,21 @@ cdef class CodecPlan:
         plan.row_bytes = (n * plan.width + 7) // 8
         levels = codec.levels(n)
         # At least 16, which is what a byte shuffle looks up.
-        self.levels = np.ascontiguousarray(np.resize(levels, max(1 << plan.width, 16)))
+        self.levels = np.ascontiguousarray(np.resize(levels, max(levels.size, 16)))
         plan.levels = <const int8_t *> address(self.levels)
         half = 1 << (plan.width - 1)
         straight = np.arange(-half, half)
         plan.table = NULL if np.array_equal(levels, straight) else plan.levels
+        plan.dot_width = plan.width
         plan.values = codec.side == "value"
         if plan.code == LLOYD_MAX:
             book = codec.codebook(n)
             make_book(&plan.book, book.levels, book.boundaries, book.step, codec.scale_rule)
+        elif plan.code == TRELLIS:
+            plan.dot_width = 8
+            plan.table = NULL
+            make_trellis_plan(&plan.trellis, self.levels, codec.trellis.step(n), codec.bits,
+                              codec.scale_rule)
         plan.rotated = codec.rotation != "none"
         if plan.rotated:
             signs = codec.signs(n) if codec.rotation == "srht" else None
@@ -138,7 +154,10 @@ cdef Side side_of_page(dict page, CodecPlan plan, Py_ssize_t n):
         return side
     packed = page["packed"]
     side.tokens = packed.shape[2] * TILE
-    side.tile_bytes = tile_size(n, plan.plan.width, plan.plan.values)
+    if plan.plan.code == TRELLIS:
+        side.tile_bytes = stream_tile_bytes(n, plan.plan.bits, plan.plan.values)
+    else:
+        side.tile_bytes = tile_size(n, plan.plan.width, plan.plan.values)
     if packed.shape[3] != side.tile_bytes:
         raise ValueError(f"packed must hold tiles of {side.tile_bytes} bytes.")
     side.plan = &plan.plan
@@ -170,6 +189,7 @@ cdef struct Scratch:
     float *center              # the decoded mean of the block
     float *row                 # three rows
     uint8_t *codes             # of a block
+    TrellisScratch trellis
 
 
 cdef inline const float *transformed_row(const float *x, const float *weights,
@@ -189,12 +209,14 @@ cdef inline const float *transformed_row(const float *x, const float *weights,
     return x
 
 
-cdef inline float code_row(const float *x, const Plan *plan, float *scratch,
+cdef inline float code_row(const float *x, const Plan *plan, Scratch scratch,
                            uint8_t *codes) noexcept nogil:
     """Code a token that has one scale, and return that."""
     if plan.code == SYMMETRIC:
         return symmetric_codes(x, plan.n, plan.bits, plan.bfloat16, 1 << (plan.bits - 1), codes)
-    return lloyd_max_row(x, plan.n, &plan.book, plan.bfloat16, scratch, codes)
+    if plan.code == TRELLIS:
+        return trellis_row(x, plan.n, &plan.trellis, plan.bfloat16, &scratch.trellis, codes)
+    return lloyd_max_row(x, plan.n, &plan.book, plan.bfloat16, scratch.row + plan.n, codes)
 
 
 cdef inline void store_scales(void *stored, Py_ssize_t first, const float *scales,
@@ -239,7 +261,7 @@ cdef inline void encode_tokens(const float *x, const Side *side, const float *we
             store_scales(side.scale, t * groups, scale, groups, plan.bfloat16)
             store_scales(side.zero_point, t * groups, zero, groups, plan.bfloat16)
         else:
-            scale[0] = code_row(y, plan, zero, codes)
+            scale[0] = code_row(y, plan, scratch, codes)
             if plan.center and not centered:
                 scale[0] = -scale[0]
             store_scale(side.scale, t, scale[0], plan.bfloat16)
@@ -278,6 +300,8 @@ cdef Py_ssize_t carve_scratch(char *base, Scratch *scratch, const Plan *plan,
     scratch.center = <float *> take(base, &at, n * 4)
     scratch.row = <float *> take(base, &at, 3 * n * 4)
     scratch.codes = <uint8_t *> take(base, &at, unit * n)
+    if plan.code == TRELLIS:
+        at = carve_trellis(base, at, n, plan.bits, &scratch.trellis)
     return at
 
 
@@ -339,6 +363,16 @@ def encode(x, codec, weights):
     return encoded
 
 
+cdef inline void levels_of_row(const uint8_t *packed, const Plan *plan,
+                               int8_t *levels) noexcept nogil:
+    """The levels of a canonical row."""
+    if plan.code == TRELLIS:
+        trellis_row_levels(packed, plan.n, plan.bits, <const uint8_t *> plan.levels,
+                           <uint8_t *> levels)
+    else:
+        unpack_row(packed, plan.n, plan.width, plan.levels, levels)
+
+
 cdef inline bint is_centered(const Side *side, Py_ssize_t token) noexcept nogil:
     return side.plan.center and not signbit(load_scale(side.scale, token, side.plan.bfloat16))
 
@@ -350,7 +384,7 @@ cdef inline void decode_row(const Side *side, Py_ssize_t head, Py_ssize_t t, flo
     cdef Py_ssize_t n = plan.n, token = head * side.tokens + t, c, at, block
     cdef float scale, zero
     cdef int half = 1 << (plan.bits - 1)
-    unpack_row(side.packed + token * plan.row_bytes, n, plan.width, plan.levels, levels)
+    levels_of_row(side.packed + token * plan.row_bytes, plan, levels)
     if plan.code != ASYMMETRIC:
         scale = fabsf(load_scale(side.scale, token, plan.bfloat16))
         for c in range(n):

@@ -32,14 +32,14 @@ cdef void make_book(Book *book, levels, boundaries, double step, str scale_rule)
 
 
 cdef inline float fitted_scale(const float *x, const float *y, Py_ssize_t n, double norm,
-                               const Book *book) noexcept nogil:
+                               int scale_rule) noexcept nogil:
     """The scale that a rule other than "norm" gives to the chosen levels y."""
     cdef double projection = dot_8(x, y, n)
     if not projection > 0:
         return 0
-    if book.scale_rule == LEAST_SQUARES:
+    if scale_rule == LEAST_SQUARES:
         return <float> (projection / dot_8(y, y, n))
-    if book.scale_rule == NORM_PRESERVING:
+    if scale_rule == NORM_PRESERVING:
         return <float> (norm / sqrt(dot_8(y, y, n)))
     return <float> (norm * norm / projection)
 
@@ -51,7 +51,7 @@ cdef inline float lloyd_max_row(const float *x, Py_ssize_t n, const Book *book, 
     cdef float scale = round_scale(<float> (norm * book.step), bfloat16)
     find_cells(x, n, reciprocal(scale), &book.cells, codes, NULL if book.scale_rule == NORM else y)
     if book.scale_rule != NORM:
-        scale = round_scale(fitted_scale(x, y, n, norm, book), bfloat16)
+        scale = round_scale(fitted_scale(x, y, n, norm, book.scale_rule), bfloat16)
     if book.scale_rule == LEAST_SQUARES:
         find_cells(x, n, reciprocal(scale), &book.cells, codes, NULL)
     return scale

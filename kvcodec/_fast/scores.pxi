@@ -198,11 +198,43 @@ cdef inline Py_ssize_t tile_offset(const Side *side, Py_ssize_t head,
     return (head * (side.tokens // TILE) + tile) * side.tile_bytes
 
 
-cdef inline const uint8_t *tile_at(const Side *side, Py_ssize_t head, Py_ssize_t first,
-                                   Py_ssize_t tokens, Work *work) noexcept nogil:
-    """The tile that begins at a token; canonical rows are laid out as one."""
+cdef inline void trellis_codes(const Side *side, Py_ssize_t head, Py_ssize_t first,
+                               Py_ssize_t tokens, uint8_t *codes) noexcept nogil:
+    """Write the levels of a tile of a trellis code, plus 128, to codes (tokens, n)."""
     cdef const Plan *plan = side.plan
     cdef Py_ssize_t t
+    if side.tile_bytes:
+        stream_levels(side.packed + tile_offset(side, head, first // TILE), tokens, plan.n,
+                      plan.bits, plan.values, plan.trellis.trellis.biased, codes)
+        return
+    for t in range(tokens):
+        trellis_row_levels(side.packed + (head * side.tokens + first + t) * plan.row_bytes, plan.n,
+                           plan.bits, plan.trellis.trellis.biased, codes + t * plan.n)
+
+
+cdef inline const uint8_t *trellis_tile(const Side *side, Py_ssize_t head, Py_ssize_t first,
+                                        Py_ssize_t tokens, Work *work) noexcept nogil:
+    """The 8-bit tile of a trellis code, made in the cache."""
+    cdef const Plan *plan = side.plan
+    if side.tile_bytes:
+        expand_stream_tile(side.packed + tile_offset(side, head, first // TILE), plan.n,
+                           plan.values, &plan.trellis.trellis, work.tile)
+    else:
+        trellis_codes(side, head, first, tokens, work.codes)
+        pack_tile(work.codes, tokens, plan.n, 8, plan.values, work.tile)
+    return work.tile
+
+
+cdef inline const uint8_t *tile_at(const Side *side, Py_ssize_t head, Py_ssize_t first,
+                                   Py_ssize_t tokens, Work *work) noexcept nogil:
+    """The tile that begins at a token; canonical rows are laid out as one.
+
+    That of a trellis code is one of 8-bit levels.
+    """
+    cdef const Plan *plan = side.plan
+    cdef Py_ssize_t t
+    if plan.code == TRELLIS:
+        return trellis_tile(side, head, first, tokens, work)
     if side.tile_bytes:
         return side.packed + tile_offset(side, head, first // TILE)
     for t in range(tokens):
@@ -217,7 +249,7 @@ cdef inline void dequantize_row(const Side *side, Py_ssize_t head, Py_ssize_t t,
     """A token from its codes; rotated and without its center."""
     cdef const Plan *plan = side.plan
     cdef Py_ssize_t n = plan.n, c, at = head * side.tokens + t, group, size = plan.group_size
-    cdef uint8_t half = 1 << (plan.width - 1)
+    cdef uint8_t half = 1 << (plan.dot_width - 1)
     cdef float scale, zero
     if plan.code == ASYMMETRIC:
         if plan.by_token:
@@ -241,12 +273,14 @@ cdef inline void dequantize_tile(const Side *side, Py_ssize_t head, Py_ssize_t f
     """Write the tokens of a tile to work.tokens, rotated and without their center."""
     cdef const Plan *plan = side.plan
     cdef Py_ssize_t n = plan.n, t, at
-    if side.tile_bytes:
+    if plan.code == TRELLIS:
+        trellis_codes(side, head, first, tokens, work.codes)
+    elif side.tile_bytes:
         unpack_tile(tile_at(side, head, first, tokens, work), tokens, n, plan.width, plan.values,
                     work.codes)
     for t in range(tokens):
         at = head * side.tokens + first + t
-        if not side.tile_bytes:
+        if not side.tile_bytes and plan.code != TRELLIS:
             unpack_row(side.packed + at * plan.row_bytes, n, plan.width, CODES,
                        <int8_t *> work.codes + t * n)
         dequantize_row(side, head, first + t, work.codes + t * n, work.tokens + t * n)
@@ -337,9 +371,9 @@ cdef inline void products_per_token(const Side *keys, const uint8_t *tile, Py_ss
     cdef const Plan *plan = keys.plan
     cdef bint one_center = plan.center and plan.block % TILE == 0
     cdef Py_ssize_t row, block = head * keys.blocks + block_of(first, plan)
-    dot_lanes(tile, TILE // GROUP, TILE // GROUP, chunks_of(plan.n, plan.width), plan.width,
-              plan.table, work.rounded, work.depth, work.rounded_sum, False, rows, work.sums, TILE,
-              fetch_of(work), work.tile_rows)
+    dot_lanes(tile, TILE // GROUP, TILE // GROUP, chunks_of(plan.n, plan.dot_width),
+              plan.dot_width, plan.table, work.rounded, work.depth, work.rounded_sum, False, rows,
+              work.sums, TILE, fetch_of(work), work.tile_rows)
     work.in_sums = one_center or not plan.center
     if one_center:
         multiply_center(keys, block, rows, options, work)

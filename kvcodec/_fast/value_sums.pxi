@@ -9,13 +9,13 @@ cdef inline void add_integer_values(const Side *values, const uint8_t *tile, Py_
                                     Work *work) noexcept nogil:
     """sums += step * (digits . levels) for the channels start <= c < stop, 64 at a time."""
     cdef const Plan *plan = values.plan
-    cdef Py_ssize_t groups = groups_of(plan.n), vectors = chunk_vectors(plan.width) * TILE
+    cdef Py_ssize_t groups = groups_of(plan.n), vectors = chunk_vectors(plan.dot_width) * TILE
     cdef Py_ssize_t lane = start // GROUP * GROUP, first
     cdef int digits = 2 if bits > 7 else 1
     while lane < stop:
         dot_lanes(tile + lane // GROUP * vectors, groups,
                   min(<Py_ssize_t> TILE // GROUP, groups_of(stop) - lane // GROUP),
-                  chunks_of(TILE, plan.width), plan.width, plan.table, work.digits, TILE,
+                  chunks_of(TILE, plan.dot_width), plan.dot_width, plan.table, work.digits, TILE,
                   work.digit_sum, True, digits * rows, work.sums, TILE, fetch_of(work),
                   work.tile_rows)
         first = max(start, lane)

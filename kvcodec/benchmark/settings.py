@@ -17,7 +17,10 @@ BASE = "int4"
 """What other codecs are compared with."""
 
 CONTEXTS = (4096, 32768)
-CODECS = ("int4", "int8", "int3", "int2", "kivi4", "kivi2", "lm4", "lm3", "lm2", "lm4/lm2")
+CODECS = (
+    *("int4", "int8", "int3", "int2", "kivi4", "kivi2"),
+    *("lm4", "lm3", "lm2", "lm4/lm2", "tcq4", "tcq3", "tcq2"),
+)
 REPEATS = 25
 PREFILL_TOKENS, ENCODE_ROWS, FWHT_ROWS = 2048, 32768, 4096
 QUICK_CONTEXTS = (1024,)

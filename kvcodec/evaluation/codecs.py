@@ -63,6 +63,15 @@ DEFAULT_NAMES: tuple[str, ...] = (
     "lm3/lm2",
     "lm2/lm2 plain",
     "lm2/lm2",
+    "tcq4 plain",
+    "tcq4",
+    "tcq4/tcq3",
+    "tcq4/tcq2",
+    "tcq3 plain",
+    "tcq3",
+    "tcq3/tcq2",
+    "tcq2 plain",
+    "tcq2",
 )
 """The names that are compared where none is chosen."""
 

@@ -3,8 +3,8 @@
 The functions take clean arrays (float32, right shape) and hold only the algorithm; the public
 functions of the package check what they are given and then call these, or their twins of the same
 name in the compiled fast path. Read in this order: `_numbers`, `fwht`, `srht`, `symmetric`, `kivi`,
-`codebook_solver`, `lloyd_max`, `packing`, `center`, `equalize`, `encode`, `tiles`, `attention`,
-`window`; `memory` serves the benchmark.
+`codebook_solver`, `lloyd_max`, `trellis`, `trellis_training`, `packing`, `center`, `equalize`,
+`encode`, `tiles`, `attention`, `window`; `memory` serves the benchmark.
 """
 
 from kvcodec.reference._numbers import largest_magnitude_of
@@ -20,6 +20,7 @@ from kvcodec.reference.packing import pack, unpack
 from kvcodec.reference.srht import inverse_srht, srht
 from kvcodec.reference.symmetric import dequantize_symmetric, quantize_symmetric
 from kvcodec.reference.tiles import read_tiles, write_tiles
+from kvcodec.reference.trellis import dequantize_trellis, quantize_trellis
 from kvcodec.reference.window import cache_ranges
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "dequantize_asymmetric",
     "dequantize_lloyd_max",
     "dequantize_symmetric",
+    "dequantize_trellis",
     "encode",
     "fwht",
     "inverse_srht",
@@ -41,6 +43,7 @@ __all__ = [
     "quantize_asymmetric",
     "quantize_lloyd_max",
     "quantize_symmetric",
+    "quantize_trellis",
     "read_all",
     "read_tiles",
     "scores",

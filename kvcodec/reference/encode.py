@@ -6,7 +6,7 @@ This chapter strings the others together. What a codec of keys or values does to
 1. center: subtract the stored mean of its block of tokens from each token that it makes shorter;
 2. equalize: multiply by the weights;
 3. rotate: multiply by the Hadamard matrix, or by random signs and then the Hadamard matrix;
-4. scale and 5. code: symmetric, Lloyd-Max or asymmetric;
+4. scale and 5. code: symmetric, Lloyd-Max, trellis or asymmetric;
 6. pack the codes.
 
 Decoding goes the same way back. The weights come from `equalize`: they are taken once a sequence,
@@ -28,6 +28,7 @@ from kvcodec.reference.lloyd_max import quantize_lloyd_max
 from kvcodec.reference.packing import pack, unpack
 from kvcodec.reference.srht import inverse_srht, srht
 from kvcodec.reference.symmetric import quantize_symmetric
+from kvcodec.reference.trellis import quantize_trellis, windows
 
 if TYPE_CHECKING:
     from kvcodec.codec import Codec
@@ -76,6 +77,11 @@ def encode(x: np.ndarray, codec: Codec, weights: np.ndarray | None) -> Encoded:
     elif codec.code == "symmetric":
         levels, scale = quantize_symmetric(x, codec.bits, codec.scale_dtype)
         codes = (levels.astype(np.int16) + 2 ** (codec.bits - 1)).astype(np.uint8)
+    elif codec.code == "trellis":
+        table = codec.trellis
+        codes, scale = quantize_trellis(
+            x, table.levels, table.step(head_dim), codec.bits, codec.scale_rule, codec.scale_dtype
+        )
     else:
         book = codec.codebook(head_dim)
         codes, scale = quantize_lloyd_max(
@@ -101,6 +107,8 @@ def unpack_levels(encoded: Encoded) -> np.ndarray:
     """The int8 level of every code: the integers that attention multiplies with."""
     codec = encoded.codec
     codes = unpack(encoded.packed, encoded.head_dim, codec.bits, codec.layout)
+    if codec.code == "trellis":
+        codes = windows(codes, codec.bits)
     return codec.levels(encoded.head_dim)[codes]
 
 

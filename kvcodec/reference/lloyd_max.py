@@ -43,6 +43,22 @@ def nearest_codes(x: np.ndarray, scale: np.ndarray, boundaries: np.ndarray) -> n
     return np.searchsorted(boundaries, y, side="left").astype(np.uint8)
 
 
+def fitted_scale(
+    x: np.ndarray, y: np.ndarray, norm: np.ndarray, scale_rule: str, scale_dtype: str
+) -> np.ndarray:
+    """The scale that a rule other than "norm" gives to the chosen levels y of float64."""
+    projection = lane_sum(x * y, lanes=8)
+    energy = lane_sum(y * y, lanes=8)
+    nonzero = projection > 0
+    if scale_rule == "least_squares":
+        best = projection / np.where(nonzero, energy, 1)
+    elif scale_rule == "norm_preserving":
+        best = norm / np.sqrt(np.where(nonzero, energy, 1))
+    else:
+        best = norm * norm / np.where(nonzero, projection, 1)
+    return round_scale(np.where(nonzero, best, 0).astype(np.float32), scale_dtype)
+
+
 def quantize_lloyd_max(
     x: np.ndarray,
     levels: np.ndarray,
@@ -60,16 +76,7 @@ def quantize_lloyd_max(
         return codes, scale
 
     y = levels[codes].astype(np.float64)
-    projection = lane_sum(x * y, lanes=8)
-    energy = lane_sum(y * y, lanes=8)
-    nonzero = projection > 0
-    if scale_rule == "least_squares":
-        best = projection / energy
-    elif scale_rule == "norm_preserving":
-        best = norm / np.sqrt(energy)
-    else:
-        best = norm * norm / np.where(nonzero, projection, 1)
-    scale = round_scale(np.where(nonzero, best, 0).astype(np.float32), scale_dtype)
+    scale = fitted_scale(x, y, norm, scale_rule, scale_dtype)
     if scale_rule == "least_squares":
         codes = nearest_codes(x, scale, boundaries)
     return codes, scale

@@ -95,6 +95,46 @@ def untile(tiles: np.ndarray, n: int, width: int, side: str) -> np.ndarray:
     return matrix if side == "key" else matrix.swapaxes(-1, -2)
 
 
+def interleave(rows: np.ndarray, side: str) -> np.ndarray:
+    """Lay bit streams, uint8 (..., 64, row_bytes), out as a tile: uint8 (..., bytes).
+
+    The windows of a trellis code overlap, so its streams stay whole. Keys are interleaved by
+    dwords: the dword of a lane holds 32 bits of its token. Values are interleaved by bytes, four
+    tokens in a dword, as each product sums over four tokens.
+    """
+    *outer, tokens, row_bytes = rows.shape
+    if side == "key":
+        rows = np.pad(rows, [(0, 0)] * len(outer) + [(0, 0), (0, -row_bytes % 4)])
+        tiles = rows.reshape(*outer, tokens, -1, 4).swapaxes(-3, -2)
+    else:
+        tiles = rows.reshape(*outer, tokens // 4, 4, row_bytes).swapaxes(-2, -1)
+    return tiles.reshape(*outer, -1)
+
+
+def streams(tiles: np.ndarray, row_bytes: int, side: str) -> np.ndarray:
+    """Invert `interleave`."""
+    *outer, size = tiles.shape
+    if side == "key":
+        rows = tiles.reshape(*outer, -1, TILE, 4).swapaxes(-3, -2)
+    else:
+        rows = tiles.reshape(*outer, TILE // 4, row_bytes, 4).swapaxes(-2, -1)
+    return rows.reshape(*outer, TILE, size // TILE)[..., :row_bytes]
+
+
+def write_streams(tiles: np.ndarray, slot: int, packed: np.ndarray, side: str) -> None:
+    """As `write_tiles`, for interleaved streams."""
+    heads, tokens, row_bytes = packed.shape
+    rows = streams(tiles, row_bytes, side).reshape(heads, -1, row_bytes)
+    rows[:, slot : slot + tokens] = packed
+    tiles[...] = interleave(rows.reshape(heads, -1, TILE, row_bytes), side)
+
+
+def read_streams(tiles: np.ndarray, tokens: int, row_bytes: int, side: str) -> np.ndarray:
+    """As `read_tiles`, for interleaved streams."""
+    rows = streams(tiles, row_bytes, side).reshape(len(tiles), -1, row_bytes)
+    return np.ascontiguousarray(rows[:, :tokens])
+
+
 def write_tiles(
     tiles: np.ndarray, slot: int, packed: np.ndarray, n: int, width: int, side: str
 ) -> None:
