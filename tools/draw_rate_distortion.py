@@ -26,14 +26,18 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 FIGURE = Path(__file__).parents[1] / "docs" / "rate-distortion.svg"
-NAMES = ("int8", "int4", "int3", "int2", "lm4", "lm3", "lm2", "lm4/lm2", "kivi4", "kivi2")
+NAMES = (
+    *("int8", "int4", "int3", "int2", "lm4", "lm3", "lm2", "lm4/lm2", "kivi4", "kivi2"),
+    *("tcq4", "tcq3", "tcq2"),
+)
 PLAIN = ("int4 plain", "int3 plain", "lm4 plain", "lm3 plain", "lm2 plain")
 FAMILIES = {
     "int": ("symmetric INTn", "o", "#0072B2"),
     "lm": ("Lloyd-Max", "D", "#D55E00"),
     "kivi": ("KIVI", "s", "#009E73"),
+    "tcq": ("trellis", "^", "#CC79A7"),
 }
-LABELS = {"int": (6, 3), "lm": (6, -9), "kivi": (6, 2), "lm4/lm2": (-16, -13)}
+LABELS = {"int": (6, 3), "lm": (6, -9), "kivi": (6, 2), "tcq": (-22, -11), "lm4/lm2": (-16, -13)}
 TOLERANCE = 1e-3
 Points = dict[str, tuple[float, float, float]]
 

@@ -1,10 +1,10 @@
 /* Integer dot products by AMX, which multiplies 16 rows of 64 bytes with 64 rows of 16 columns in
    one instruction: weights from the left and, as a chunk of 8-bit codes lies in memory just as a
    right-hand tile wants it, four elements of a lane a dword, bytes from the right. Narrower codes
-   are brought to 8 bits in a buffer in the first-level cache, 64 elements at a time, so that the
-   processor expands the next ones while the matrix unit multiplies these. With few rows the time
-   is that of expanding and loading, so all rows of a task, up to 16 at a time, come for little more
-   than one.
+   are brought to 8 bits in a buffer in the first-level cache, up to 256 elements before they are
+   multiplied: a tile that is loaded right after it was written waits. With few rows the time is that
+   of expanding and loading, so all rows of a task, up to 16 at a time, come for little more than
+   one.
 
    A thread configures its tiles for a number of rows (amx_begin) before it multiplies and releases
    them at the end (amx_end). */
@@ -13,7 +13,10 @@
 #define KVCODEC_AMX_H
 
 enum {
-    AMX_ROWS_FROM = 9,     /* for fewer rows vpdpbusd takes no longer */
+    /* For fewer rows vpdpbusd takes no longer; 8-bit codes are not expanded, so that nothing is
+       there to hide behind what is fetched meanwhile. */
+    AMX_ROWS_FROM = 5,
+    AMX_ROWS_FROM_8_BITS = 9,
     AMX_ROWS = 16,
     AMX_STEPS = 16,        /* dwords of a row of weights, rows of a right-hand tile */
     AMX_ELEMENTS = 4 * AMX_STEPS,
@@ -29,7 +32,7 @@ static Py_ssize_t amx_begin(Py_ssize_t rows)
         uint16_t row_bytes[16];
         uint8_t rows[16];
     } config = {.palette = 1};
-    if (2 * rows < AMX_ROWS_FROM)    /* weights of two digits have two rows each */
+    if (rows < AMX_ROWS_FROM)
         return 0;
     const Py_ssize_t blocks = (rows + AMX_ROWS - 1) / AMX_ROWS;
     for (int i = 0; i < 8; i++) {

@@ -552,7 +552,7 @@ static void dot_lanes(const uint8_t *packed, Py_ssize_t stride_groups, Py_ssize_
     job.sums = sums;
     job.sums_stride = sums_stride;
 #if defined(__AMX_INT8__) && DOT_WIDTH == 64
-    if (tile_rows && rows >= AMX_ROWS_FROM) {
+    if (tile_rows && rows >= (bits == 8 ? AMX_ROWS_FROM_8_BITS : AMX_ROWS_FROM)) {
         if (bits < 8)
             dot_tables(&job, table, bits, 0);
         const Py_ssize_t done = amx_run(&job, tile_rows, weight_sums, bits);
