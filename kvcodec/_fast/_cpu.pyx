@@ -60,7 +60,11 @@ cdef extern from *:
 
 
 def supports(str level):
-    """Whether the processor and the system let programs use the instructions of a SIMD level."""
+    """Whether the processor and the system let this process use the instructions of a SIMD level.
+
+    For "amx" the system is asked for it, once for the process: its signal stacks must then have
+    room for the tiles.
+    """
     if level == "amx":
         return kv_amx()
     if level == "avx512":

@@ -13,8 +13,8 @@
 #define KVCODEC_AMX_H
 
 enum {
-    /* For fewer rows vpdpbusd takes no longer; 8-bit codes are not expanded, so that nothing is
-       there to hide behind what is fetched meanwhile. */
+    /* For fewer rows vpdpbusd takes no longer; 8-bit codes need no expansion, so that it pays later,
+       for they are read from memory at the same time. */
     AMX_ROWS_FROM = 5,
     AMX_ROWS_FROM_8_BITS = 9,
     AMX_ROWS = 16,
@@ -39,7 +39,8 @@ static Py_ssize_t amx_begin(Py_ssize_t rows)
         config.row_bytes[i] = 64;
         config.rows[i] = i < 5 ? rows / blocks : AMX_STEPS;
     }
-    _tile_loadconfig(&config);
+    /* All 64 bytes are read, which the intrinsic does not say. */
+    __asm__ volatile("ldtilecfg %0" : : "m"(config));
     return rows / blocks;
 }
 
@@ -121,7 +122,6 @@ LANES_INLINE const uint8_t *amx_bytes(const dot_job *job, Py_ssize_t first, cons
     const int steps = chunk_elements(bits) / 4, vectors = chunk_vectors(bits);
     const int most = AMX_STEPS / steps;
     const int chunks = job->chunks - first < most ? (int)(job->chunks - first) : most;
-    const uint8_t *packed = job->packed + first * job->chunk_bytes;
     if (job->fetch) {
         const int bytes = groups * vectors * VECTOR_BYTES;
         for (int chunk = 0; chunk < chunks; chunk++)
@@ -129,18 +129,9 @@ LANES_INLINE const uint8_t *amx_bytes(const dot_job *job, Py_ssize_t first, cons
     }
     *row_bytes = job->chunk_bytes;
     if (bits == 8 && chunks == most)
-        return packed;
+        return job->packed + first * job->chunk_bytes;
     *row_bytes = groups * VECTOR_BYTES;
-    for (int chunk = 0; chunk < chunks; chunk++, packed += job->chunk_bytes)
-#pragma GCC unroll 8
-        for (int g = 0; g < groups; g++)
-#pragma GCC unroll 8
-            for (int s = 0; s < steps; s++) {
-                const dot_bytes bytes = dot_take(packed + dot_offset(g, vectors), s, bits,
-                                                 DOT_LEVELS, job->table);
-                memcpy(buffer + ((chunk * steps + s) * groups + g) * VECTOR_BYTES, &bytes,
-                       VECTOR_BYTES);
-            }
+    dot_expand(job, first, first + chunks, bits, DOT_LEVELS, buffer);
     if (chunks < most)
         memset(buffer + chunks * steps * groups * VECTOR_BYTES, 0,
                (most - chunks) * steps * groups * VECTOR_BYTES);

@@ -165,8 +165,12 @@ cdef inline void look_ahead(const Unit *units, Py_ssize_t tile, bint second,
     """
     cdef const Unit *unit = units
     cdef Py_ssize_t i, skipped = 1 if second else 2
-    fetch.keys = units.keys.tile_bytes // (2 * LINE) * LINE if second else 0
-    fetch.values = units.values.tile_bytes // (2 * LINE) * LINE if second else 0
+    cdef Py_ssize_t keys = units.keys.tile_bytes // (2 * LINE) * LINE
+    cdef Py_ssize_t values = units.values.tile_bytes // (2 * LINE) * LINE
+    fetch.keys = keys if second else 0
+    fetch.values = values if second else 0
+    fetch.keys_end = units.keys.tile_bytes if second else keys
+    fetch.values_end = units.values.tile_bytes if second else values
     for i in range(1 - skipped, 2):
         tile += 1
         if tile * TILE >= unit.tokens and unit < units + 3:

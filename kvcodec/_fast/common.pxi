@@ -21,6 +21,8 @@ cdef extern from "fetch.h" nogil:
         const uint8_t *tiles[4]
         Py_ssize_t keys
         Py_ssize_t values
+        Py_ssize_t keys_end
+        Py_ssize_t values_end
         float share[2]
     void fetch_line(const void *p)
 
@@ -52,6 +54,7 @@ cdef extern from "simd.h" nogil:
 
 
 cdef extern from "softmax.h" nogil:
+    void widen_bfloat16(const uint16_t *x, Py_ssize_t count, float *out)
     void scale_levels(const uint8_t *codes, Py_ssize_t n, const int8_t *table, uint8_t offset,
                       float scale, float *out)
     void float_dots(const float *tokens, Py_ssize_t count, Py_ssize_t n, const float *rows,
@@ -79,6 +82,7 @@ cdef extern from "softmax.h" nogil:
 
 
 cdef extern from "fold.h" nogil:
+    enum: FOLD_ROWS
     void load_group(const void *scales, const void *zero_points, Py_ssize_t at, Py_ssize_t n,
                     bint bfloat16, float half, float *scale, float *middle)
     void fold_rows(const float *q, Py_ssize_t stride, Py_ssize_t rows, const float *scale,
@@ -152,22 +156,6 @@ cdef inline float load_scale(const void *stored, Py_ssize_t index, bint bfloat16
     if bfloat16:
         return bits_to_float(<uint32_t> (<const uint16_t *> stored)[index] << 16)
     return (<const float *> stored)[index]
-
-
-cdef inline void widen_bfloat16(const uint16_t *x, Py_ssize_t n, float *out) noexcept nogil:
-    cdef uint32_t *bits = <uint32_t *> out
-    cdef Py_ssize_t i
-    for i in range(n):
-        bits[i] = <uint32_t> x[i] << 16
-
-
-cdef inline void load_row(const void *stored, Py_ssize_t index, Py_ssize_t n, bint bfloat16,
-                          float *out) noexcept nogil:
-    """Scales or zero points that lie side by side."""
-    if bfloat16:
-        widen_bfloat16(<const uint16_t *> stored + index, n, out)
-    else:
-        memcpy(out, <const float *> stored + index, n * sizeof(float))
 
 
 cdef inline void store_scale(void *stored, Py_ssize_t index, float scale,

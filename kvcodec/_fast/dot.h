@@ -8,6 +8,7 @@
    (vectors side by side) keeps its sums in registers, and the bytes extracted from a vector serve
    all its rows.
 
+   - AMX multiplies all rows of a task at once, if there are some (amx.h).
    - VNNI (vpdpbusd) multiplies unsigned by signed bytes: it takes level + 128, or a small code as
      it is. What that adds goes into the sums beforehand: an offset times the sum of the weights.
    - AVX-512 VBMI looks a byte up by six index bits (vpermb). Tables that do not depend on the bits
@@ -533,7 +534,8 @@ static void dot_run_expanded(dot_job *job, int bits, int kind)
    weights (not -128), which are zeros from the depth to the end of its last chunk. The levels of
    codes of up to 4 bits are those of `table`, -127 to 127, or else code - half; of 8-bit codes they
    are code - 128. The caller knows the sum of each row's weights, whether none is negative, and what
-   amx_begin returned, or 0. If `fetch` is not NULL, what it says is fetched meanwhile. */
+   amx_begin returned, or 0. If `fetch` is not NULL, what it says is fetched meanwhile,
+   where codes are not brought to 8 bits first. */
 static void dot_lanes(const uint8_t *packed, Py_ssize_t stride_groups, Py_ssize_t groups,
                       Py_ssize_t chunks, int bits, const int8_t *table, const int8_t *weights,
                       Py_ssize_t weights_stride, const int32_t *weight_sums, int nonnegative,

@@ -15,6 +15,7 @@ enum { LINE = 64, STREAMS = 4 };
 typedef struct {
     const uint8_t *tiles[STREAMS];    /* two tiles of keys, then two of values */
     Py_ssize_t keys, values;          /* where in them to fetch next */
+    Py_ssize_t keys_end, values_end;  /* where to stop, however often a tile is read */
     float share[2];                   /* bytes of each tile of keys, of values for a byte read */
 } Fetch;
 
@@ -26,16 +27,20 @@ static inline __attribute__((always_inline)) void fetch_line(const void *p)
 /* The lines of so many bytes of each tile of keys and of values. */
 static inline __attribute__((always_inline)) void fetch_some(Fetch *fetch, int keys, int values)
 {
-    for (int i = 0; i < keys; i += LINE) {
-        fetch_line(fetch->tiles[0] + fetch->keys + i);
-        fetch_line(fetch->tiles[1] + fetch->keys + i);
+    if (fetch->keys < fetch->keys_end) {
+        for (int i = 0; i < keys; i += LINE) {
+            fetch_line(fetch->tiles[0] + fetch->keys + i);
+            fetch_line(fetch->tiles[1] + fetch->keys + i);
+        }
+        fetch->keys += keys;
     }
-    for (int i = 0; i < values; i += LINE) {
-        fetch_line(fetch->tiles[2] + fetch->values + i);
-        fetch_line(fetch->tiles[3] + fetch->values + i);
+    if (fetch->values < fetch->values_end) {
+        for (int i = 0; i < values; i += LINE) {
+            fetch_line(fetch->tiles[2] + fetch->values + i);
+            fetch_line(fetch->tiles[3] + fetch->values + i);
+        }
+        fetch->values += values;
     }
-    fetch->keys += keys;
-    fetch->values += values;
 }
 
 #endif

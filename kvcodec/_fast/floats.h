@@ -214,11 +214,11 @@ static void add_scaled_tokens(const float *tokens, Py_ssize_t count, Py_ssize_t 
                              sums + r * sums_stride, sums_stride);
 }
 
-INLINE void widen_each(const uint16_t *x, const Py_ssize_t stride, Py_ssize_t count, float *out)
+static inline void widen_bfloat16(const uint16_t *x, Py_ssize_t count, float *out)
 {
     uint32_t *bits = (uint32_t *)out;
     for (Py_ssize_t i = 0; i < count; i++)
-        bits[i] = (uint32_t)x[i * stride] << 16;
+        bits[i] = (uint32_t)x[i] << 16;
 }
 
 typedef uint8_t bytes_16 __attribute__((vector_size(16)));

@@ -3,8 +3,9 @@
    The scales of a group of tokens are folded into the queries: q * scale is rounded to int8 again,
    and what the group's midpoints add is q . middle. Scales and midpoints are brought to float32
    once for all rows; four rows are read twice from the first-level cache, first for their largest
-   products and their sums, then to be rounded, and share the steps across lanes. The scales of groups of channels lie token by token and are
-   brought into rows of a tile's tokens, all groups at once. */
+   products and their sums, then to be rounded, and share the steps across lanes. The scales of
+   groups of channels lie token by token and are brought into rows of a tile's tokens, all groups at
+   once. */
 
 #ifndef KVCODEC_FOLD_H
 #define KVCODEC_FOLD_H
@@ -20,8 +21,8 @@ static void load_group(const void *scales, const void *zero_points, Py_ssize_t a
                        int bfloat16, float half, float *scale, float *middle)
 {
     if (bfloat16) {
-        widen_each((const uint16_t *)scales + at, 1, n, scale);
-        widen_each((const uint16_t *)zero_points + at, 1, n, middle);
+        widen_bfloat16((const uint16_t *)scales + at, n, scale);
+        widen_bfloat16((const uint16_t *)zero_points + at, n, middle);
     } else {
         memcpy(scale, (const float *)scales + at, n * sizeof(float));
         memcpy(middle, (const float *)zero_points + at, n * sizeof(float));
@@ -116,8 +117,9 @@ static void fold_rows(const float *q, Py_ssize_t stride, Py_ssize_t rows, const 
 #if LANES == 16
 INLINE void widen_quads(const uint16_t *x, float *out)
 {
-    const __m512i even = _mm512_set_epi16(61, 57, 53, 49, 45, 41, 37, 33, 29, 25, 21, 17, 13, 9, 5, 1,
-                                          60, 56, 52, 48, 44, 40, 36, 32, 28, 24, 20, 16, 12, 8, 4, 0);
+    const __m512i even = _mm512_set_epi16(61, 57, 53, 49, 45, 41, 37, 33, 29, 25, 21, 17, 13, 9, 5,
+                                          1, 60, 56, 52, 48, 44, 40, 36, 32, 28, 24, 20, 16, 12, 8,
+                                          4, 0);
     const __m512i two = _mm512_set1_epi16(2);
     const __m512i low = _mm512_loadu_si512(x), high = _mm512_loadu_si512(x + 32);
     const __m512i groups[2] = {_mm512_permutex2var_epi16(low, even, high),

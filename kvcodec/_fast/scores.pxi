@@ -56,7 +56,7 @@ cdef struct Work:
     float *step                # (rows): of the rounded weights
     float *row                 # (n)
     float *middle              # (n): midpoints of a group
-    float *products            # (4, n): of rows with the scales of a group
+    float *products            # (FOLD_ROWS, n): of rows with the scales of a group
     int8_t *folded             # (rows, depth): query times the scales of a group
     float *folded_scale        # (rows)
     int32_t *folded_sum        # (rows)
@@ -108,7 +108,7 @@ cdef Py_ssize_t carve(char *base, Work *work, Py_ssize_t rows, Py_ssize_t n,
     work.step = <float *> take(base, &at, rows * 4)
     work.row = <float *> take(base, &at, n * 4)
     work.middle = <float *> take(base, &at, n * 4)
-    work.products = <float *> take(base, &at, 4 * n * 4)
+    work.products = <float *> take(base, &at, FOLD_ROWS * n * 4)
     work.folded = <int8_t *> take(base, &at, rows * depth)
     work.folded_scale = <float *> take(base, &at, rows * 4)
     work.folded_sum = <int32_t *> take(base, &at, rows * 4)

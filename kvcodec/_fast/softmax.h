@@ -207,9 +207,9 @@ static void center_dots(const int16_t *q, Py_ssize_t stride, Py_ssize_t rows, co
 
 /* Weights p * scale of some rows (64 apart) as integers of 7 bits, or of two 7-bit digits, relative
    to the largest of the row; a step is what 1 stands for, 0 if the largest is below `least`. The
-   lower digits are `next` bytes after the upper ones, and so are their sums. */
+   lower digits are `next_rows` rows after the upper ones, and so are their sums. */
 INLINE void digits_of(const float *p, const float *scale, const int rows, const int bits,
-                      float least, int8_t *digits, Py_ssize_t next, int32_t *digit_sum,
+                      float least, int8_t *digits, Py_ssize_t next_rows, int32_t *digit_sum,
                       float *step)
 {
     vfloat w[DIGIT_ROWS][TILE_VECTORS], top[DIGIT_ROWS];
@@ -234,13 +234,13 @@ INLINE void digits_of(const float *p, const float *scale, const int rows, const 
                 store_bytes(at, digit);
                 upper[r] += digit;
                 u &= 127;
-                at += next * 64;
+                at += next_rows * 64;
             }
             store_bytes(at, u);
             lower[r] += u;
         }
     }
-    int_totals_of(lower, rows, digit_sum + (bits > 7 ? next : 0));
+    int_totals_of(lower, rows, digit_sum + (bits > 7 ? next_rows : 0));
     if (bits > 7)
         int_totals_of(upper, rows, digit_sum);
 }

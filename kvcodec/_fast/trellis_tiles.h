@@ -127,8 +127,9 @@ INLINE void expand_keys_of(const uint8_t *tile, Py_ssize_t n, const int bits,
                 const int first = bits < 3 || bits > 3 ? bits - 8
                                 : phase == 0 ? -5 : phase == 1 ? -13 : -9;
                 const int count = bits != 3 ? 8 / bits : phase == 0 ? 2 : 3;
-                left = key_chunks(before, now, bits, first, count, table, to, left);
-                to += count * KEY_GROUPS * VECTOR_BYTES;
+                const Py_ssize_t rest = key_chunks(before, now, bits, first, count, table, to, left);
+                to += (left - rest) * KEY_GROUPS * VECTOR_BYTES;
+                left = rest;
                 p += stride;
                 before = now;
             }
@@ -198,7 +199,8 @@ INLINE void expand_values_of(const uint8_t *tile, Py_ssize_t n, const int bits,
     }
 }
 
-/* A tile of interleaved rows as a tile of 8-bit codes, level + 128. */
+/* A tile of interleaved rows as a tile of 8-bit codes, level + 128; the lanes that fill up the last
+   group of values hold anything. */
 static void expand_stream_tile(const uint8_t *tile, Py_ssize_t n, int values,
                                const Trellis *trellis, uint8_t *out)
 {
@@ -291,6 +293,7 @@ INLINE void value_windows(const uint8_t *tile, Py_ssize_t n, const int bits, uin
             before = (before << (8 - used) & 0x01010101u * (0xffu << (8 - used) & 0xff))
                    | (older >> used & 0x01010101u * (0xffu >> used));
         }
+        memset(out + 4 * n, 0, row_out - 4 * n);
         Py_ssize_t c = 0;
         for (; c + 8 <= n; c += 8)
             before = channel_windows(tile + c / 2 * bits, before, 8, bits, out + 4 * c);
@@ -343,7 +346,8 @@ INLINE void map_windows(uint8_t *bytes, Py_ssize_t count, const Trellis *trellis
 #endif
 }
 
-/* A tile of interleaved rows as a tile of 8-bit codes, level + 128. */
+/* A tile of interleaved rows as a tile of 8-bit codes, level + 128; the lanes that fill up the last
+   group of values hold anything. */
 static void expand_stream_tile(const uint8_t *tile, Py_ssize_t n, int values,
                                const Trellis *trellis, uint8_t *out)
 {
