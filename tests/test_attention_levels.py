@@ -1,5 +1,6 @@
 """Every SIMD level attends over a cache's tiles with the same bits: sizes at the edges of vectors,
-of tiles of the matrix unit, and of what is expanded at a time."""
+of tiles of the matrix unit, and of what is expanded at a time.
+"""
 
 import numpy as np
 import pytest

@@ -18,8 +18,14 @@ ROOT = Path(__file__).parents[1]
 MEASURED = ROOT / "docs" / "benchmark.json"
 README, PAGE = ROOT / "README.md", ROOT / "docs" / "benchmark.md"
 TOKENS, HEAD_DIM = 32768, 128
-README_NAMES = ("int8", "int4", "lm4", "lm4/lm2", "lm3", "lm2", "kivi4", "kivi2")
-PAGE_NAMES = ("int8", "int4", "lm4", "lm3", "int3", "lm2", "int2", "lm4/lm2", "kivi4", "kivi2")
+README_NAMES = (
+    *("int8", "int4", "lm4", "tcq4", "lm4/lm2", "lm3", "tcq3", "lm2", "tcq2"),
+    *("kivi4", "kivi2"),
+)
+PAGE_NAMES = (
+    *("int8", "int4", "lm4", "lm3", "int3", "lm2", "int2", "lm4/lm2", "tcq4", "tcq3", "tcq2"),
+    *("kivi4", "kivi2"),
+)
 # Other libraries that were measured beside int4: what the benchmark and what the README call them.
 PEERS = {
     ("torch", "bf16 matmuls"): "torch, matrix products in bfloat16",

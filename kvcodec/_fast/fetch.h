@@ -24,22 +24,20 @@ static inline __attribute__((always_inline)) void fetch_line(const void *p)
     __builtin_prefetch(p, 0, 3);
 }
 
-/* The lines of so many bytes of each tile of keys and of values. */
+/* The lines that begin in so many bytes of each tile of keys and of values. */
 static inline __attribute__((always_inline)) void fetch_some(Fetch *fetch, int keys, int values)
 {
-    if (fetch->keys < fetch->keys_end) {
-        for (int i = 0; i < keys; i += LINE) {
-            fetch_line(fetch->tiles[0] + fetch->keys + i);
-            fetch_line(fetch->tiles[1] + fetch->keys + i);
-        }
-        fetch->keys += keys;
+    Py_ssize_t at = (fetch->keys + LINE - 1) & -LINE;
+    fetch->keys += keys;
+    for (; at < fetch->keys && at < fetch->keys_end; at += LINE) {
+        fetch_line(fetch->tiles[0] + at);
+        fetch_line(fetch->tiles[1] + at);
     }
-    if (fetch->values < fetch->values_end) {
-        for (int i = 0; i < values; i += LINE) {
-            fetch_line(fetch->tiles[2] + fetch->values + i);
-            fetch_line(fetch->tiles[3] + fetch->values + i);
-        }
-        fetch->values += values;
+    at = (fetch->values + LINE - 1) & -LINE;
+    fetch->values += values;
+    for (; at < fetch->values && at < fetch->values_end; at += LINE) {
+        fetch_line(fetch->tiles[2] + at);
+        fetch_line(fetch->tiles[3] + at);
     }
 }
 
