@@ -152,3 +152,33 @@ def test_errors_about_the_model_are_one_line(fails, folders):
     # The tiny model has 2,048 positions.
     message = fails("--model", model, "--context", 2045, "--repeats", 1)
     assert "context must be at most 2036 for Llama, which has 2048 positions" in message
+
+
+class CannotBeCopied:
+    """What a layer of another library may hold."""
+
+    def __deepcopy__(self, memo):
+        raise RuntimeError("cannot be copied")
+
+
+@hf
+@pytest.mark.parametrize("name", ["Llama", "Gemma3"])
+@pytest.mark.parametrize("codec", [None, "int4"])
+def test_a_copied_run_goes_on_by_itself(folders, name, codec):
+    import torch
+
+    from kvcodec import evaluation
+    from kvcodec.benchmark.model_caches import copied
+    from kvcodec.evaluation.language_model import exact_run, packed_run
+
+    model = evaluation.load_language_model(folders[name])
+    if codec is None:
+        run = exact_run(model)
+        run.cache.layers[0].packed_by_others = CannotBeCopied()
+    else:
+        run = packed_run(model, evaluation.codec_pair(codec), evaluation.ChunkOptions())
+    run.feed(list(range(3, 120)), 1)
+    runs = [copied(run), copied(run), run]
+    first, second, original = (one.feed([5, 6, 7], 3) for one in runs)
+    assert torch.equal(first, second)
+    assert torch.equal(first, original)

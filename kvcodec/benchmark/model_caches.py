@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -84,11 +84,16 @@ def _quantized_run(model: LanguageModel, library: str, options: Mapping[str, Any
 
 
 def copied(run: Run) -> Run:
-    """A run that continues with a copy of the cache."""
-    import torch
+    """A run that continues with a copy of the cache.
 
-    with torch.inference_mode():
+    Caches of Transformers replace their tensors and never write to them, so that copies share
+    them; packed tensors of other libraries cannot be copied at all.
+    """
+    if hasattr(run.cache, "kv"):
         return Run(run.model, run.attention, deepcopy(run.cache))
+    cache = copy(run.cache)
+    cache.layers = [copy(layer) for layer in run.cache.layers]
+    return Run(run.model, run.attention, cache)
 
 
 def cache_bytes(cache: Any) -> int:
