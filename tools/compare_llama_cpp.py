@@ -101,7 +101,7 @@ def llama_rows(
     path: str, source: str, chunks: Sequence[Sequence[int]], config: dict[str, Any]
 ) -> list[evaluation.ModelQuality]:
     """The figures of the caches of llama.cpp."""
-    options = evaluation.ChunkOptions(sinks=0, recent=0, block=1, chunk=UBATCH)
+    options = evaluation.ChunkOptions(sinks=0, recent=0, chunk=UBATCH)
     numbers = sum(
         heads * (key_dim + value_dim)
         for heads, key_dim, value_dim in zip(
@@ -137,7 +137,7 @@ def own_rows(
 
     rows = []
     for block in BLOCKS:
-        options = evaluation.ChunkOptions(sinks=0, recent=0, block=block)
+        options = evaluation.ChunkOptions(sinks=0, recent=0)
         names = ["int4"] if block == 1 else ["int4 plain", "int4"]
         pairs = [evaluation.codec_pair(name, block) for name in names]
         results = [evaluation.evaluate_chunk(model, tokens, pairs, options) for tokens in chunks]
