@@ -36,6 +36,15 @@ class TrellisTable:
         Size of one level for elements of variance 1.
     mse : float
         Mean squared error for Gaussian vectors of 128 elements of variance 1.
+
+    Examples
+    --------
+    >>> import kvcodec as kv
+    >>> table = kv.trellis_table(4)
+    >>> table.bits, table.levels.dtype
+    (4, dtype('int8'))
+    >>> bool((table.levels[:128] == -table.levels[128:]).all())
+    True
     """
 
     bits: int
