@@ -1,6 +1,6 @@
 """The README, its tables and its figure say what the package and the benchmark give."""
 
-import doctest
+import code
 import json
 import re
 import runpy
@@ -15,6 +15,9 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 SPEED = runpy.run_path(str(ROOT / "tools" / "speed_tables.py"))
 DRAWING = runpy.run_path(str(ROOT / "tools" / "draw_rate_distortion.py"))
+EXAMPLE = re.search(
+    r"In twelve lines\n\n```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL
+)[1]
 LINK = re.compile(r"\]\(([^)#]+)(?:#([^)]+))?\)")
 
 
@@ -51,11 +54,23 @@ def test_the_figure_can_be_drawn(tmp_path):
 
 
 def test_the_first_example_has_twelve_lines():
-    """That it gives what it says is checked when pytest runs the README."""
-    first = re.search(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
-    examples = doctest.DocTestParser().get_examples(first[1])
-    assert sum(example.source.count("\n") for example in examples) == 12
-    assert examples[-1].want
+    assert sum(bool(line) for line in EXAMPLE.split("\n")) == 12
+
+
+def test_the_first_example_prints_what_it_says(capsys):
+    exec(compile(EXAMPLE, "README.md", "exec"), {})
+    printed = capsys.readouterr().out.split("\n")[:-1]
+    said = re.findall(r"^print\(.*\)  # (.*)$", EXAMPLE, re.MULTILINE)
+    assert len(printed) == len(said) == 2
+    assert all(text.startswith(line) for line, text in zip(printed, said, strict=True))
+
+
+def test_the_first_example_can_be_pasted():
+    """An interactive interpreter needs an empty line after a block."""
+    interpreter = code.InteractiveConsole({})
+    unfinished = [interpreter.push(line) for line in EXAMPLE.strip("\n").split("\n")]
+    assert not unfinished[-1]
+    assert "cache" in interpreter.locals
 
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])

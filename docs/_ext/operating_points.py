@@ -49,6 +49,6 @@ def conditions() -> Markdown:
     machine = about["machine"]
     return Markdown(
         f"Times: `{about['command']}` on {machine['processor']} ({machine['machine']}, "
-        f"{machine['simd']}), a virtual machine whose other work was halted at its start; each is "
+        f"{machine['simd']}), a virtual machine whose other work was halted; each is "
         "the median of ratios within a round."
     )
