@@ -118,7 +118,13 @@ def _skip_fields(app, what, name, obj, skip, options):
     return True if (getattr(obj, "__doc__", None) or "").startswith("Alias for field") else None
 
 
+def _read_downloads_last(app, env, docnames):
+    """Read the page that offers the notebooks once they have run: before, there are none."""
+    docnames.sort(key=lambda name: name == "notebooks/index")
+
+
 def setup(app):
     """Register what only this file knows."""
     _import_transformers_cache()
+    app.connect("env-before-read-docs", _read_downloads_last)
     app.connect("autodoc-skip-member", _skip_fields)
