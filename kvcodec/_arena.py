@@ -20,9 +20,13 @@ from numpy.typing import DTypeLike, NDArray
 
 CACHE_LINE = 64
 HUGE_PAGE = 1 << 21
-CHUNK = 4 * HUGE_PAGE
-# Smaller pages of tokens are not worth a chunk: they are those of short or narrow caches.
-SMALL = 1 << 16
+# A chunk has room for so many pages of tokens, that little of its last huge page is left over; the
+# system gives a huge page when it is first written to.
+PAGES_OF_CHUNK = 16
+SMALLEST_CHUNK = 4 * HUGE_PAGE
+# Smaller pages of tokens are not worth a chunk: they are those of short or narrow caches; larger
+# ones have memory of their own.
+SMALL, LARGE = 1 << 16, 1 << 24
 
 
 class _Chunk:
@@ -37,13 +41,18 @@ class _Chunk:
         """So many zero bytes, the first of them on a cache line."""
         with self.lock:
             if self.used + size > self.room.size:
-                self.room, self.used = _huge_zeros(CHUNK), 0
+                self.room, self.used = _huge_zeros(chunk_bytes(size)), 0
             start = self.used
             self.used += size
             return self.room[start : start + size]
 
 
 _chunk = _Chunk()
+
+
+def chunk_bytes(size: int) -> int:
+    """Bytes of the chunk that is made for a page of so many bytes."""
+    return max(SMALLEST_CHUNK, PAGES_OF_CHUNK * size)
 
 
 def zeros(layout: dict[str, tuple[tuple[int, ...], DTypeLike]]) -> dict[str, NDArray[Any]]:
@@ -57,7 +66,7 @@ def zeros(layout: dict[str, tuple[tuple[int, ...], DTypeLike]]) -> dict[str, NDA
     total = sum(_rounded_up(size, CACHE_LINE) for size in sizes.values())
     if total < SMALL:
         room = _aligned(np.zeros(total + CACHE_LINE, dtype=np.uint8), CACHE_LINE, total)
-    elif total > CHUNK // 2:
+    elif total > LARGE:
         room = _huge_zeros(total)
     else:
         room = _chunk.take(total)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -15,15 +16,23 @@ from kvcodec.reference import tiles
 from kvcodec.reference.packing import packed_bytes, stored_bits
 from kvcodec.reference.tiles import TILE
 
-PAGE_UNITS = 8
+PAGE_UNITS = 8  # of the smallest page
+LARGEST_PAGE = 4096  # tokens, where 8 units are not more
 STORED_AS = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(np.uint16)}
+
+
+def units_of(page: dict[str, NDArray[Any]]) -> int:
+    """Units that a page has room for."""
+    return int(next(iter(page.values())).shape[1])
 
 
 class Blocks:
     """Keys or values of one sequence and layer, packed (or exact, without a codec).
 
     Tokens lie in units of 64 slots, or of one block where blocks are larger. A page has room for 8
-    units and is allocated when the first of them is. It holds the arrays of an `Encoded` (or one
+    units and is allocated when the first of them is; with more tokens pages become larger, up to
+    4,096 tokens, as memory is read faster in long stretches, but never than half of what is there.
+    Pages of a ring stay small, to be given back. A page holds the arrays of an `Encoded` (or one
     "exact" array) with an axis more, (heads, units, tokens of a unit, ...), but for the codes,
     which lie in tiles (reference/tiles.py): "packed" is (heads, units, tiles of a unit,
     tile_bytes). A token is encoded once and never moved. Copies share pages; a shared page is
@@ -38,6 +47,7 @@ class Blocks:
         head_dim: int,
         block: int,
         exact_dtype: str = "float32",
+        ring: bool = False,
     ) -> None:
         self.codec = codec
         self.exact_dtype = exact_dtype
@@ -45,6 +55,7 @@ class Blocks:
         self.head_dim = head_dim
         self.block = block
         self.unit = max(TILE, block)
+        self.ring = ring
         self.weights: NDArray[np.float32] | None = None
         self.pages: list[dict[str, NDArray[Any]]] = []
         self.shared: list[bool] = []
@@ -63,6 +74,11 @@ class Blocks:
     def tokens(self) -> int:
         """Tokens that are stored."""
         return int(self.count[: self.units].sum())
+
+    @property
+    def room(self) -> int:
+        """Units that the pages have room for."""
+        return sum(map(units_of, self.pages))
 
     def buffers(self) -> list[Any]:
         """All pages and arrays that take memory, room that is not filled yet included."""
@@ -89,7 +105,7 @@ class Blocks:
         return 0
 
     def _add_unit(self, number: int) -> None:
-        if self.units == len(self.pages) * PAGE_UNITS:
+        if self.units == self.room:
             self._add_page()
         if self.units == len(self.first):
             self.first = np.concatenate([self.first, np.zeros_like(self.first)])
@@ -104,20 +120,42 @@ class Blocks:
         self._write(x, 0, 0, x.shape[2], kernels)
         self.count[self.units - 1] = x.shape[2]
 
+    def _next_page_units(self) -> int:
+        """Units of the next page: the largest power of two up to half of those there are."""
+        most = PAGE_UNITS if self.ring else max(PAGE_UNITS, LARGEST_PAGE // self.unit)
+        units = PAGE_UNITS
+        while 2 * units <= min(most, self.room // 2):
+            units *= 2
+        return units
+
     def _add_page(self) -> None:
-        shape = (self.heads, PAGE_UNITS, self.unit, self.head_dim)
+        units = self._next_page_units()
+        shape = (self.heads, units, self.unit, self.head_dim)
         if self.codec is None:
             layout: dict[str, Any] = {"exact": (shape, STORED_AS[self.exact_dtype])}
         else:
-            packed = (self.heads, PAGE_UNITS, self.unit // TILE, self._tile_bytes())
+            packed = (self.heads, units, self.unit // TILE, self._tile_bytes())
             layout = layout_of(self.codec, shape) | {"packed": (packed, np.uint8)}
         self.pages.append(_arena.zeros(layout))
         self.shared.append(False)
         self.tables.clear()
 
+    def _places(self) -> Iterator[tuple[int, int]]:
+        """The page of each unit, and where it lies in it."""
+        places = ((at, i) for at, page in enumerate(self.pages) for i in range(units_of(page)))
+        return islice(places, self.units)
+
+    def _place_of(self, index: int) -> tuple[int, int]:
+        """The page of a unit, and where it lies in it."""
+        at = 0
+        while index >= units_of(self.pages[at]):
+            index -= units_of(self.pages[at])
+            at += 1
+        return at, index
+
     def _write(self, x: Any, done: int, slot: int, size: int, kernels: Any) -> None:
         """Put tokens done .. done + size - 1 of x into the last unit from this slot on."""
-        at, index = divmod(self.units - 1, PAGE_UNITS)
+        at, index = self._place_of(self.units - 1)
         if self.shared[at]:
             self.pages[at] = _arena.copies(self.pages[at])
             self.shared[at] = False
@@ -174,7 +212,7 @@ class Blocks:
 
     def unit_at(self, index: int, kernels: Any) -> Any:
         """One unit as a canonical `Encoded` or exact array of batch 1."""
-        at, inside = divmod(index, PAGE_UNITS)
+        at, inside = self._place_of(index)
         page, size = self.pages[at], int(self.count[index])
         if self.codec is None:
             return np.ascontiguousarray(page["exact"][:, inside, :size])[None]
@@ -197,9 +235,8 @@ class Blocks:
     def joined(self, name: str, kernels: Any) -> NDArray[Any]:
         """One array of all units, canonical, one after the other along the third axis."""
         pieces = []
-        for index in range(self.units):
-            at, inside = divmod(index, PAGE_UNITS)
-            tokens = int(self.count[index])
+        for (at, inside), count in zip(self._places(), self.count, strict=False):
+            tokens = int(count)
             unit = self.pages[at][name][:, inside]
             if name == "packed":
                 unit = self._read_tiles(unit, tokens, kernels)
@@ -215,31 +252,29 @@ class Blocks:
             # Not in place, so that what the sequence was can be restored.
             self.count = self.count.copy()
             self.count[last] = number - self.first[last]
-        keep = -(-self.units // PAGE_UNITS)
-        keep = max(keep, self.reserved)
-        if keep < len(self.pages):
-            del self.pages[keep:], self.shared[keep:]
+        needed = max(self.units, self.reserved)
+        while self.pages and self.room - units_of(self.pages[-1]) >= needed:
+            del self.pages[-1], self.shared[-1]
             self.tables.clear()
 
     def reserve(self, tokens: int) -> None:
         """Allocate room for so many tokens now, and keep it."""
-        self.reserved = -(-tokens // (self.unit * PAGE_UNITS))
+        self.reserved = -(-tokens // self.unit)
         self._fill_reserve()
 
     def _fill_reserve(self) -> None:
-        while len(self.pages) < self.reserved:
+        while self.room < self.reserved:
             self._add_page()
 
     def release(self, number: int) -> None:
         """Give back the pages all of whose tokens come before this number."""
-        pages = 0
-        while (pages + 1) * PAGE_UNITS <= self.units:
-            last = (pages + 1) * PAGE_UNITS - 1
-            if self.first[last] + self.count[last] > number:
+        pages = gone = 0
+        for page in self.pages:
+            last = gone + units_of(page) - 1
+            if last >= self.units or self.first[last] + self.count[last] > number:
                 break
-            pages += 1
+            pages, gone = pages + 1, last + 1
         if pages:
-            gone = pages * PAGE_UNITS
             room = np.zeros(gone, dtype=np.int64)
             first = np.concatenate([self.first[gone:], room])
             count = np.concatenate([self.count[gone:], room])
@@ -249,15 +284,12 @@ class Blocks:
 
     def _recycle(self, pages: int) -> None:
         """Take the first pages away, and bring as many as are reserved back at the end."""
-        missing = max(self.reserved - (len(self.pages) - pages), 0)
-        own = [
-            page
-            for page, shared in zip(self.pages[:pages], self.shared[:pages], strict=True)
-            if not shared
-        ][:missing]
+        gone = zip(self.pages[:pages], self.shared[:pages], strict=True)
+        own = [page for page, shared in gone if not shared]
         del self.pages[:pages], self.shared[:pages]
-        self.pages += own
-        self.shared += [False] * len(own)
+        while own and self.room < self.reserved:
+            self.pages.append(own.pop(0))
+            self.shared.append(False)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"tables": {}}
@@ -273,8 +305,10 @@ class Blocks:
 
     def copy(self) -> Blocks:
         """A copy that shares the pages that hold tokens."""
-        used = -(-self.units // PAGE_UNITS)
-        copied = Blocks(self.codec, self.heads, self.head_dim, self.block, self.exact_dtype)
+        used = self._place_of(self.units - 1)[0] + 1 if self.units else 0
+        copied = Blocks(
+            self.codec, self.heads, self.head_dim, self.block, self.exact_dtype, self.ring
+        )
         copied.weights, copied.reserved, copied.units = self.weights, self.reserved, self.units
         copied.pages, copied.shared = self.pages[:used], [True] * used
         copied.first, copied.count = self.first.copy(), self.count.copy()

@@ -136,7 +136,7 @@ class Sequence:
         self.sinks = Tail(heads, dims, layer.exact_dtype, 0, sinks)
         self.tail = Tail(heads, dims, layer.exact_dtype, sinks)
         self.keys, self.values = (
-            Blocks(codec, heads, dim, layer.block, layer.exact_dtype)
+            Blocks(codec, heads, dim, layer.block, layer.exact_dtype, layer.window is not None)
             for codec, dim in zip((layer.key, layer.value), dims, strict=True)
         )
         self.end = 0

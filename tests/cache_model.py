@@ -12,7 +12,7 @@ import numpy as np
 import safetensors.numpy
 
 from kvcodec import reference
-from kvcodec._arena import CACHE_LINE, CHUNK, HUGE_PAGE
+from kvcodec._arena import CACHE_LINE, HUGE_PAGE, LARGE, chunk_bytes
 from kvcodec.encoded import ARRAYS, Encoded
 from kvcodec.testing import exact_attention
 
@@ -426,7 +426,7 @@ def buffers(thing):
         size = sum(array.nbytes for array in thing.values())
         owners = [array if array.base is None else array.base for array in thing.values()]
         kept = sum({id(owner): owner.nbytes for owner in owners}.values())
-        assert kept <= max(size + CACHE_LINE * (len(thing) + 1), CHUNK + HUGE_PAGE)
+        assert kept <= max(size + CACHE_LINE * (len(thing) + 1), chunk_bytes(LARGE) + HUGE_PAGE)
         yield from thing.values()
     elif isinstance(thing, dict):
         for part in thing.values():

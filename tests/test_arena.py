@@ -15,7 +15,7 @@ def layout(size):
     return {"codes": ((size,), np.uint8), "scale": ((3, 5), np.float32), "none": ((0, 4), np.int8)}
 
 
-SIZES = [1, 1000, _arena.SMALL, _arena.CHUNK // 2, _arena.CHUNK + 1]
+SIZES = [1, 1000, _arena.SMALL, _arena.SMALLEST_CHUNK, _arena.LARGE + 1]
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -51,18 +51,31 @@ def owner(array):
 
 def test_a_chunk_is_freed_with_its_last_array(monkeypatch):
     monkeypatch.setattr(_arena, "_chunk", _arena._Chunk())
-    size = _arena.CHUNK // 4
-    pages = [_arena.zeros({"codes": ((size,), np.uint8)})["codes"] for _ in range(9)]
+    many = _arena.PAGES_OF_CHUNK
+    size = _arena.SMALLEST_CHUNK // many
+    pages = [_arena.zeros({"codes": ((size,), np.uint8)})["codes"] for _ in range(2 * many + 1)]
     owners = [weakref.ref(owner(page)) for page in pages]
-    assert owners[0]() is owners[3]()
-    assert owners[3]() is not owners[4]()
-    del pages[:3]
+    assert owners[0]() is owners[many - 1]()
+    assert owners[many - 1]() is not owners[many]()
+    del pages[: many - 1]
     gc.collect()
     assert owners[0]() is not None
     del pages[0]
     gc.collect()
     assert owners[0]() is None
-    assert owners[4]() is not None
+    assert owners[many]() is not None
+
+
+@pytest.mark.parametrize("size", [_arena.SMALL, 1 << 21, 3 << 20, _arena.LARGE])
+def test_a_chunk_holds_many_pages_of_the_size_it_was_made_for(monkeypatch, size):
+    monkeypatch.setattr(_arena, "_chunk", _arena._Chunk())
+    pages = [
+        _arena.zeros({"codes": ((size,), np.uint8)})["codes"] for _ in range(_arena.PAGES_OF_CHUNK)
+    ]
+    kept = {id(owner(page)): owner(page).nbytes for page in pages}
+    assert len(kept) == 1
+    used = max(size * _arena.PAGES_OF_CHUNK, _arena.SMALLEST_CHUNK)
+    assert sum(kept.values()) <= used + _arena.HUGE_PAGE
 
 
 def test_threads_get_memory_of_their_own():
@@ -101,6 +114,6 @@ def test_no_room_is_a_memory_error():
 
 def test_a_system_without_huge_pages(monkeypatch):
     monkeypatch.delattr(_arena.mmap, "MADV_HUGEPAGE", raising=False)
-    page = _arena.zeros(layout(_arena.CHUNK))
+    page = _arena.zeros(layout(_arena.LARGE))
     assert page["codes"].ctypes.data % _arena.CACHE_LINE == 0
     assert not page["codes"].any()

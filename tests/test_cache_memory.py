@@ -9,7 +9,7 @@ from cache_cases import every_preset, feed, part, sequence, small_cache, state
 from cache_model import buffers
 
 import kvcodec as kv
-from kvcodec.blocks import PAGE_UNITS
+from kvcodec.blocks import PAGE_UNITS, TILE, units_of
 from kvcodec.testing import assert_same_bits
 
 pytestmark = pytest.mark.usefixtures("twin")
@@ -31,6 +31,46 @@ def test_pages_never_move_and_are_allocated_as_they_fill(name):
         assert len(now) == -(-(row.packed_end - 4) // (PAGE_UNITS * 64))
         addresses = now
     assert len(addresses) == 3
+
+
+@pytest.mark.parametrize(("block", "largest"), [(16, 64), (64, 64), (512, 8), (128, 32)])
+def test_pages_grow_with_what_they_hold(block, largest):
+    cache = small_cache(num_kv_heads=1, block=block, recent=0)
+    cache.append(0, *sequence(4 + 160 * max(TILE, block), 1)[1:])
+    row = cache._sequences[0][0]
+    for blocks in (row.keys, row.values):
+        room = 0
+        for units in map(units_of, blocks.pages):
+            assert units == min(max(8, 2 ** ((room // 2).bit_length() - 1)), largest)
+            room += units
+        assert room == blocks.room >= blocks.units == 160
+
+
+@pytest.mark.parametrize("name", ["int4", "kivi2", "tcq2"])
+def test_pages_of_many_sizes_are_read_crossed_cropped_and_given_back(name):
+    """Beside a ring, whose pages all have one size."""
+    total = 5500
+    arrays = sequence(total, 1, q_heads=1)
+    whole = small_cache(name, num_kv_heads=1, rollback=700)
+    small = small_cache(name, num_kv_heads=1, rollback=700, window=total)
+    for cache in (whole, small):
+        cache.append_attend(0, *part(arrays, 0, 4500))
+    sizes = [len(set(map(units_of, row._sequences[0][0].keys.pages))) for row in (whole, small)]
+    assert sizes == [3, 1]
+    branch = whole.copy()
+    for first in (4500, 5000):
+        for cache in (whole, small):
+            cache.append(0, *part(arrays[1:], first, first + 500))
+        q = arrays[0][:, :, first + 499 : first + 500]
+        assert_same_bits(whole.attend(0, q), small.attend(0, q))
+        for cache in (whole, small):
+            cache.crop(4600)
+    branch.append(0, *part(arrays[1:], 4500, 4600))
+    q = arrays[0][:, :, :1]
+    for tokens in (500, 600, 3000):
+        for cache in (whole, branch):
+            cache.evict(tokens)
+        assert_same_bits(whole.attend(0, q), branch.attend(0, q))
 
 
 def test_the_exact_tail_stays_small():
@@ -148,7 +188,8 @@ def test_a_copy_has_reserved_pages_of_its_own():
     branch = cache.copy()
     ours, theirs = (one._sequences[0][0].keys for one in (cache, branch))
     used = -(-ours.units // PAGE_UNITS)
-    assert len(theirs.pages) == len(ours.pages) == ours.reserved
+    assert len(theirs.pages) == len(ours.pages)
+    assert theirs.reserved == ours.reserved <= ours.room
     for index, (page, other) in enumerate(zip(ours.pages, theirs.pages, strict=True)):
         assert (page is other) == (index < used)
 

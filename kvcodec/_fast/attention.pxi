@@ -177,8 +177,8 @@ cdef inline void look_ahead(const Unit *units, Py_ssize_t tile, bint second,
             unit += 1
             tile = 0
         if i >= 0:
-            fetch.tiles[i] = fetched_tile(unit.keys, unit.head, tile, second)
-            fetch.tiles[2 + i] = fetched_tile(unit.values, unit.head, tile, second)
+            fetch.tiles[i] = fetched_tile(unit.keys, unit.key_head, tile, second)
+            fetch.tiles[2 + i] = fetched_tile(unit.values, unit.value_head, tile, second)
 
 
 cdef inline float bytes_of_products(const Side *side) noexcept nogil:
@@ -218,9 +218,9 @@ cdef inline void attend_unit(const Unit *unit, Py_ssize_t index, const Task *tas
         work.low = max(seen_low - first, <int64_t> 0)
         work.high = min(seen_high - first, <int64_t> tokens)
         look_ahead(unit, tile, (tile if unit.tokens > TILE else index) & 1, &work.fetch)
-        multiply_tile(unit.keys, unit.head, first, tokens, task.rows, options, work)
+        multiply_tile(unit.keys, unit.key_head, first, tokens, task.rows, options, work)
         softmax_rows(unit, first, tokens, task, start, stop, options, work)
-        add_values(unit.values, unit.head, first, tokens, task.rows, options.probability_bits,
+        add_values(unit.values, unit.value_head, first, tokens, task.rows, options.probability_bits,
                    work.part.values, work)
 
 

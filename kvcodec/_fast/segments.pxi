@@ -6,11 +6,17 @@
 from kvcodec import blocks as _blocks
 
 cdef enum:
-    PAGE_UNITS = 8             # as in blocks.py
     SPLIT = 1024               # tokens under one running softmax
 
-if (_blocks.PAGE_UNITS, _blocks.TILE) != (PAGE_UNITS, TILE):
-    raise ImportError("segments.pxi and blocks.py must agree about the size of a page.")
+if _blocks.TILE != TILE:
+    raise ImportError("segments.pxi and blocks.py must agree about the size of a tile.")
+
+
+cdef struct Place:
+    # Where a unit lies: in which page, as which of how many.
+    int page
+    int inside
+    int units
 
 
 cdef struct Part:
@@ -20,6 +26,8 @@ cdef struct Part:
     Side values
     const Side *key_pages
     const Side *value_pages
+    const Place *key_places    # of each unit
+    const Place *value_places
     const int64_t *first       # of each unit of pages, the number of its first token
     const int64_t *count       # of each unit, its tokens
     Py_ssize_t units
@@ -43,7 +51,8 @@ cdef struct Unit:
     # A stretch of tokens that lies in one array per side: where, and the number of its first.
     const Side *keys
     const Side *values
-    Py_ssize_t head            # of both arrays, batch * kv_heads + kv_head
+    Py_ssize_t key_head        # of the array, (batch, kv_heads) or (kv_heads, units)
+    Py_ssize_t value_head
     int64_t number
     int64_t tokens
 
@@ -52,17 +61,20 @@ cdef inline Unit unit_of(const Part *part, Py_ssize_t head, Py_ssize_t kv_head,
                          Py_ssize_t index) noexcept nogil:
     """The index-th unit, for a head among those of all batch rows and within its own."""
     cdef Unit unit
-    cdef Py_ssize_t page = index // PAGE_UNITS
+    cdef Place place
     if part.key_pages == NULL:
         unit.keys = &part.keys
         unit.values = &part.values
-        unit.head = head
+        unit.key_head = unit.value_head = head
         unit.number = 0
         unit.tokens = part.keys.tokens
     else:
-        unit.keys = part.key_pages + page
-        unit.values = part.value_pages + page
-        unit.head = kv_head * PAGE_UNITS + index % PAGE_UNITS
+        place = part.key_places[index]
+        unit.keys = part.key_pages + place.page
+        unit.key_head = kv_head * place.units + place.inside
+        place = part.value_places[index]
+        unit.values = part.value_pages + place.page
+        unit.value_head = kv_head * place.units + place.inside
         unit.number = part.first[index]
         unit.tokens = part.count[index]
     return unit
@@ -74,25 +86,33 @@ LEVEL = __name__               # tables of the SIMD levels point to plans of the
 cdef class PageTable:
     """The pages of a Blocks as plain C; the Blocks drops it when its pages change."""
     cdef Side *sides
+    cdef Place *places
     cdef CodecPlan plan
     cdef list pages
 
     def __cinit__(self, blocks):
-        cdef Py_ssize_t i
+        cdef Py_ssize_t i, unit = 0
+        cdef Place place
         self.pages = list(blocks.pages)
         if blocks.codec is not None:
             self.plan = plan_for(blocks.codec, blocks.head_dim)
         self.sides = <Side *> malloc(max(1, len(self.pages)) * sizeof(Side))
-        if self.sides == NULL:
+        self.places = <Place *> malloc(max(1, blocks.room) * sizeof(Place))
+        if self.sides == NULL or self.places == NULL:
             raise MemoryError
         for i in range(len(self.pages)):
             self.sides[i] = side_of_page(self.pages[i], self.plan, blocks.head_dim)
+            place.page, place.units = i, _blocks.units_of(self.pages[i])
+            for place.inside in range(place.units):
+                self.places[unit] = place
+                unit += 1
 
     def __dealloc__(self):
         free(self.sides)
+        free(self.places)
 
 
-cdef const Side *pages_of(x, Side *side, list keep):
+cdef PageTable pages_of(x, Side *side, list keep):
     """The pages of a Blocks; fills what all of them have in common."""
     cdef dict tables = x.tables
     cdef PageTable table = tables.get(LEVEL)
@@ -107,7 +127,7 @@ cdef const Side *pages_of(x, Side *side, list keep):
         side.weights = <const float *> address(weights)
     else:
         keep.append(table)
-    return table.sides
+    return table
 
 
 cdef Part part_of(segment, list keep):
@@ -128,8 +148,10 @@ cdef Part part_of(segment, list keep):
         return part
     if not isinstance(values, _blocks.Blocks) or keys.units != values.units:
         raise ValueError("segments must have keys and values of the same tokens.")
-    part.key_pages = pages_of(keys, &part.keys, keep)
-    part.value_pages = pages_of(values, &part.values, keep)
+    cdef PageTable key_table = pages_of(keys, &part.keys, keep)
+    cdef PageTable value_table = pages_of(values, &part.values, keep)
+    part.key_pages, part.key_places = key_table.sides, key_table.places
+    part.value_pages, part.value_places = value_table.sides, value_table.places
     first, count = keys.first, keys.count
     keep += (first, count)
     part.kv_heads = keys.heads
