@@ -31,8 +31,8 @@ class Blocks:
 
     Tokens lie in units of 64 slots, or of one block where blocks are larger. A page has room for 8
     units and is allocated when the first of them is; with more tokens pages become larger, up to
-    4,096 tokens, as memory is read faster in long stretches, but never than half of what is there.
-    Pages of a ring stay small, to be given back. A page holds the arrays of an `Encoded` (or one
+    4,096 tokens, as memory is read faster in long stretches, but no larger than half of what is
+    there or all of what is added. Pages of a ring stay small, to be given back. A page holds the arrays of an `Encoded` (or one
     "exact" array) with an axis more, (heads, units, tokens of a unit, ...), but for the codes,
     which lie in tiles (reference/tiles.py): "packed" is (heads, units, tiles of a unit,
     tile_bytes). A token is encoded once and never moved. Copies share pages; a shared page is
@@ -88,25 +88,25 @@ class Blocks:
         """Add whole blocks of encoded (or exact) tokens of batch 1, the first of this number."""
         done, total = 0, x.shape[2]
         while done < total:
-            slot = self._open_slot(number + done)
+            slot = self._open_slot(number + done, total - done)
             size = min(self.unit - slot, total - done)
             self._write(x, done, slot, size, kernels)
             self.count[self.units - 1] += size
             done += size
 
-    def _open_slot(self, number: int) -> int:
-        """The slot for the next token in the last unit, which may be a new one."""
+    def _open_slot(self, number: int, tokens: int) -> int:
+        """The slot for the next of so many tokens in the last unit, which may be a new one."""
         if self.units:
             used = int(self.count[self.units - 1])
             # A unit that was cropped inside a block stays short: its groups are complete.
             if used < self.unit and used % self.block == 0:
                 return used
-        self._add_unit(number)
+        self._add_unit(number, tokens // self.unit)
         return 0
 
-    def _add_unit(self, number: int) -> None:
+    def _add_unit(self, number: int, wanted: int) -> None:
         if self.units == self.room:
-            self._add_page()
+            self._add_page(wanted)
         if self.units == len(self.first):
             self.first = np.concatenate([self.first, np.zeros_like(self.first)])
             self.count = np.concatenate([self.count, np.zeros_like(self.count)])
@@ -116,20 +116,20 @@ class Blocks:
 
     def append_unit(self, x: Encoded | NDArray[Any], number: int, kernels: Any) -> None:
         """Add a unit as it was in another Blocks, short or not."""
-        self._add_unit(number)
+        self._add_unit(number, 1)
         self._write(x, 0, 0, x.shape[2], kernels)
         self.count[self.units - 1] = x.shape[2]
 
-    def _next_page_units(self) -> int:
-        """Units of the next page: the largest power of two up to half of those there are."""
+    def _next_page_units(self, wanted: int) -> int:
+        """Units of the next page, a power of two: up to half of those there are, or the wanted."""
         most = PAGE_UNITS if self.ring else max(PAGE_UNITS, LARGEST_PAGE // self.unit)
         units = PAGE_UNITS
-        while 2 * units <= min(most, self.room // 2):
+        while 2 * units <= min(most, max(self.room // 2, wanted)):
             units *= 2
         return units
 
-    def _add_page(self) -> None:
-        units = self._next_page_units()
+    def _add_page(self, wanted: int) -> None:
+        units = self._next_page_units(wanted)
         shape = (self.heads, units, self.unit, self.head_dim)
         if self.codec is None:
             layout: dict[str, Any] = {"exact": (shape, STORED_AS[self.exact_dtype])}
@@ -264,7 +264,7 @@ class Blocks:
 
     def _fill_reserve(self) -> None:
         while self.room < self.reserved:
-            self._add_page()
+            self._add_page(self.reserved - self.room)
 
     def release(self, number: int) -> None:
         """Give back the pages all of whose tokens come before this number."""

@@ -36,7 +36,10 @@ def test_pages_never_move_and_are_allocated_as_they_fill(name):
 @pytest.mark.parametrize(("block", "largest"), [(16, 64), (64, 64), (512, 8), (128, 32)])
 def test_pages_grow_with_what_they_hold(block, largest):
     cache = small_cache(num_kv_heads=1, block=block, recent=0)
-    cache.append(0, *sequence(4 + 160 * max(TILE, block), 1)[1:])
+    unit = max(TILE, block)
+    _, k, v = sequence(4 + 160 * unit, 1)
+    for first in range(0, k.shape[2], 5 * unit):
+        cache.append(0, *part((k, v), first, first + 5 * unit))
     row = cache._sequences[0][0]
     for blocks in (row.keys, row.values):
         room = 0
@@ -44,6 +47,18 @@ def test_pages_grow_with_what_they_hold(block, largest):
             assert units == min(max(8, 2 ** ((room // 2).bit_length() - 1)), largest)
             room += units
         assert room == blocks.room >= blocks.units == 160
+
+
+def test_pages_are_as_large_as_what_is_added_or_reserved_at_once():
+    arrays = sequence(4 + 110 * 64, 1)[1:]
+    added, reserved = (
+        small_cache(num_kv_heads=1, recent=0, **options)
+        for options in ({}, {"max_tokens": 4 + 110 * 64})
+    )
+    added.append(0, *arrays)
+    for cache in (added, reserved):
+        blocks = cache._sequences[0][0].values
+        assert [*map(units_of, blocks.pages)] == [64, 32, 32]
 
 
 @pytest.mark.parametrize("name", ["int4", "kivi2", "tcq2"])
@@ -54,7 +69,7 @@ def test_pages_of_many_sizes_are_read_crossed_cropped_and_given_back(name):
     whole = small_cache(name, num_kv_heads=1, rollback=700)
     small = small_cache(name, num_kv_heads=1, rollback=700, window=total)
     for cache in (whole, small):
-        cache.append_attend(0, *part(arrays, 0, 4500))
+        feed(cache, part(arrays, 0, 4500), range(500, 4500, 500))
     sizes = [len(set(map(units_of, row._sequences[0][0].keys.pages))) for row in (whole, small)]
     assert sizes == [3, 1]
     branch = whole.copy()

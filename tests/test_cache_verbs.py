@@ -298,7 +298,9 @@ def test_branches_do_not_disturb_each_other(name, tmp_path):
 @pytest.mark.parametrize("verb", ["copy", "repeat", "reorder"])
 def test_copies_share_full_pages_and_copy_the_one_they_write_to(verb):
     cache = small_cache(block=64, recent=0)
-    cache.append(0, *sequence(2 * PAGE_UNITS * 64 + 100)[1:])
+    page, arrays = PAGE_UNITS * 64, sequence(2 * PAGE_UNITS * 64 + 100)
+    for first in range(0, 3 * page, page):
+        cache.append(0, *part(arrays[1:], first, first + page))
     if verb == "copy":
         rows = [cache._sequences[0][0], cache.copy()._sequences[0][0]]
     else:
