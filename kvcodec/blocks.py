@@ -32,12 +32,13 @@ class Blocks:
     Tokens lie in units of 64 slots, or of one block where blocks are larger. A page has room for 8
     units and is allocated when the first of them is; with more tokens pages become larger, up to
     4,096 tokens, as memory is read faster in long stretches, but no larger than half of what is
-    there or all of what is added. Pages of a ring stay small, to be given back. A page holds the arrays of an `Encoded` (or one
-    "exact" array) with an axis more, (heads, units, tokens of a unit, ...), but for the codes,
-    which lie in tiles (reference/tiles.py): "packed" is (heads, units, tiles of a unit,
-    tile_bytes). A token is encoded once and never moved. Copies share pages; a shared page is
-    copied before it is written to. Tokens have ascending numbers: unit u holds the tokens first[u]
-    to first[u] + count[u] - 1, and may be short where a sequence was cropped.
+    there or all of what is added. Pages of a ring stay small, to be given back. A page holds the
+    arrays of an `Encoded` (or one "exact" array) with an axis more, (heads, units, tokens of a
+    unit, ...), but for the codes, which lie in tiles (reference/tiles.py): "packed" is (heads,
+    units, tiles of a unit, tile_bytes). A token is encoded once and never moved. Copies share
+    pages; a shared page is copied before it is written to. Tokens have ascending numbers: unit u
+    holds the tokens first[u] to first[u] + count[u] - 1, and may be short where a sequence was
+    cropped.
     """
 
     def __init__(

@@ -31,6 +31,16 @@ static void load_group(const void *scales, const void *zero_points, Py_ssize_t a
         middle[i] += half * scale[i];
 }
 
+/* The larger magnitude of each lane of a, which has no sign, and b. */
+INLINE vfloat larger_magnitude(vfloat a, vfloat b)
+{
+#if LANES == 16
+    return (vfloat)_mm512_range_ps((__m512)a, (__m512)b, 0xB);
+#else
+    return LARGEST(a, (vfloat)((vint)b & 0x7fffffff));
+#endif
+}
+
 /* y = q * scale, its largest magnitude and q . middle in 16 lanes, for some rows that share the
    loads of the group. */
 INLINE void multiply_group(const float *q, Py_ssize_t stride, const int rows, const float *scale,
@@ -39,25 +49,54 @@ INLINE void multiply_group(const float *q, Py_ssize_t stride, const int rows, co
 {
     vfloat sums[FOLD_ROWS][SUMS] = {{{0}}}, top[FOLD_ROWS] = {{0}};
     const Py_ssize_t whole = n / 16 * 16;
-    for (Py_ssize_t c = 0; c < n; c += LANES) {
+    for (Py_ssize_t c = 0; c < whole; c += 16)
+#pragma GCC unroll 4
+        for (int part = 0; part < SUMS; part++) {
+            const Py_ssize_t at = c + part * LANES;
+            const vfloat s = load(scale + at), m = load(middle + at);
+#pragma GCC unroll 4
+            for (int r = 0; r < rows; r++) {
+                const vfloat x = load(q + r * stride + at), scaled = x * s;
+                store(y + r * stride + at, scaled);
+                top[r] = larger_magnitude(top[r], scaled);
+                sums[r][part] += x * m;
+            }
+        }
+    for (Py_ssize_t c = whole; c < n; c += LANES) {
         const int part = c % 16 / LANES;
-        const vfloat s = c < whole ? load(scale + c) : load_some(scale + c, n - c);
-        const vfloat m = c < whole ? load(middle + c) : load_some(middle + c, n - c);
+        const vfloat s = load_some(scale + c, n - c), m = load_some(middle + c, n - c);
         for (int r = 0; r < rows; r++) {
-            const float *at = q + r * stride + c;
-            const vfloat x = c < whole ? load(at) : load_some(at, n - c);
-            const vfloat scaled = x * s;
-            if (c < whole)
-                store(y + r * stride + c, scaled);
-            else
-                for (Py_ssize_t i = 0; i < n - c && i < LANES; i++)
-                    y[r * stride + c + i] = scaled[i];
-            top[r] = LARGEST(top[r], (vfloat)((vint)scaled & 0x7fffffff));
+            const vfloat x = load_some(q + r * stride + c, n - c), scaled = x * s;
+            for (Py_ssize_t i = 0; i < n - c && i < LANES; i++)
+                y[r * stride + c + i] = scaled[i];
+            top[r] = larger_magnitude(top[r], scaled);
             sums[r][part] += x * m;
         }
     }
     largest_of(top, rows, largest);
     totals_of((const vfloat (*)[SUMS])sums, rows, product);
+}
+
+/* 64 numbers of a row as int8 levels; adds their sums, some each, to total. */
+INLINE vint round_64(const float *y, float inverse, int8_t *levels, vint total)
+{
+    vint level[64 / LANES];
+    for (int i = 0; i < 64 / LANES; i++)
+        level[i] = nearest(load(y + i * LANES) * inverse);
+#if LANES == 16 && defined(__AVX512VNNI__)
+    const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+    const __m512i low = _mm512_packs_epi32((__m512i)level[0], (__m512i)level[1]);
+    const __m512i high = _mm512_packs_epi32((__m512i)level[2], (__m512i)level[3]);
+    const __m512i bytes = _mm512_permutexvar_epi32(order, _mm512_packs_epi16(low, high));
+    _mm512_storeu_si512(levels, bytes);
+    return (vint)_mm512_dpbusd_epi32((__m512i)total, _mm512_set1_epi8(1), bytes);
+#else
+    for (int i = 0; i < 64 / LANES; i++) {
+        store_bytes((uint8_t *)levels + i * LANES, level[i]);
+        total += level[i];
+    }
+    return total;
+#endif
 }
 
 /* levels = y / step to the nearest integers, zeros from n to the depth, and their sums. */
@@ -67,6 +106,8 @@ INLINE void round_group(const float *y, Py_ssize_t stride, const int rows, Py_ss
     vint total[FOLD_ROWS] = {{0}};
     for (int r = 0; r < rows; r++, y += stride, levels += depth) {
         Py_ssize_t c = 0;
+        for (; c + 64 <= n; c += 64)
+            total[r] = round_64(y + c, inverse[r], levels + c, total[r]);
         for (; c + LANES <= n; c += LANES) {
             const vint level = nearest(load(y + c) * inverse[r]);
             store_bytes((uint8_t *)levels + c, level);
