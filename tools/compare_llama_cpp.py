@@ -132,13 +132,13 @@ def llama_rows(
 def own_rows(
     model: evaluation.LanguageModel, chunks: Sequence[Sequence[int]]
 ) -> tuple[list[evaluation.ModelQuality], dict[str, Any]]:
-    """The figures of int4, and the config of a cache of the model."""
+    """The figures of int4, of tcq4 token by token, and the config of a cache of the model."""
     from kvcodec.integrations.transformers import KVCodecCache
 
     rows = []
     for block in BLOCKS:
         options = evaluation.ChunkOptions(sinks=0, recent=0)
-        names = ["int4"] if block == 1 else ["int4 plain", "int4"]
+        names = ["int4", "tcq4"] if block == 1 else ["int4 plain", "int4"]
         pairs = [evaluation.codec_pair(name, block) for name in names]
         results = [evaluation.evaluate_chunk(model, tokens, pairs, options) for tokens in chunks]
         for of_pair in zip(*results, strict=True):
