@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import abc
+from itertools import repeat
 from types import ModuleType
 from typing import Any
 
@@ -159,6 +160,13 @@ class KVCache:
         self._query_bits = check_query_bits(query_bits)
         bits = check_probability_bits(probability_bits, 8)
         self._probability_bits = "auto" if isinstance(probability_bits, str) else bits
+        self._products = [
+            (
+                self._query_bits,
+                check_probability_bits(probability_bits, 4 if codec is None else codec.bits),
+            )
+            for codec in values
+        ]
         self._backend = backend
         _backend.active_backend(backend)
         self._layers = [
@@ -347,7 +355,7 @@ class KVCache:
         rows = self._rows(layer)
         k, v, real = self._new_tokens(layer, k, v, lengths)
         kernels = self._kernels()
-        with _all_or_nothing(rows):
+        with _all_or_nothing(rows, real):
             for index, (row, tokens) in enumerate(zip(rows, real, strict=True)):
                 row.append(*_last(tokens, index, k, v), None, kernels)
                 row.trim()
@@ -413,7 +421,7 @@ class KVCache:
         """
         rows = self._rows(layer)
         q = self._queries(layer, q, lengths)
-        options = self._options(q, scale, softcap, window)
+        options = self._options(layer, scale, softcap, window)
         causal = _validate.boolean(causal, "causal")
         check_window(window, causal)
         real = self._lengths(lengths, q.shape[2])
@@ -422,8 +430,9 @@ class KVCache:
         kernels = self._kernels()
         results = []
         for index, (row, tokens) in enumerate(zip(rows, real, strict=True)):
-            segments = row.segments(tokens, row.packed_end, 0, causal, window, kernels)
-            results.append(self._attend(_last(tokens, index, q)[0], segments, options, kernels))
+            (query,) = _last(tokens, index, q)
+            seen = (row.packed_end, 0, causal, window)
+            results.append(kernels.attend_sequence(query, row, *seen, *options))
         return _stacked(results, q.shape, self._layers[layer].value_dim, return_lse)
 
     def append_attend(
@@ -494,19 +503,18 @@ class KVCache:
             raise ValueError(
                 f"q must have as many tokens as k, {k.shape[2]}, but has {q.shape[2]}."
             )
-        options = self._options(q, scale, softcap, window)
+        options = self._options(layer, scale, softcap, window)
         exact_prefill = _validate.boolean(exact_prefill, "exact_prefill")
         kernels = self._kernels()
         results = []
-        with _all_or_nothing(rows):
+        with _all_or_nothing(rows, real):
             for index, (row, tokens) in enumerate(zip(rows, real, strict=True)):
                 query, *new = _last(tokens, index, q, k, v)
                 end, packed_end = row.end, row.packed_end
                 row.append(*new, query, kernels)
                 seen_exactly = max(end - packed_end, 0) if exact_prefill else row.end
-                most_blocks = seen_exactly // row.layer.block
-                segments = row.segments(tokens, packed_end, most_blocks, True, window, kernels)
-                results.append(self._attend(query, segments, options, kernels))
+                seen = (packed_end, seen_exactly // row.layer.block, True, window)
+                results.append(kernels.attend_sequence(query, row, *seen, *options))
                 row.trim()
             return _stacked(results, q.shape, self._layers[layer].value_dim, return_lse)
 
@@ -889,19 +897,13 @@ class KVCache:
             )
 
     def _options(
-        self, q: Floats, scale: float | None, softcap: float | None, window: int | None
-    ) -> tuple[float, float | None]:
+        self, layer: int, scale: float | None, softcap: float | None, window: int | None
+    ) -> tuple[float, float | None, int | None, int | None]:
+        """The last arguments of `attend_sequence`."""
         if window is not None:
             _validate.token_count(window, "window", 1)
         softcap = None if softcap is None else _validate.positive(softcap, "softcap")
-        return softmax_scale(scale, q.shape[3]), softcap
-
-    def _attend(
-        self, q: Floats, segments: list[Any], options: tuple[Any, ...], kernels: ModuleType
-    ) -> tuple[Floats, Floats]:
-        values = segments[1].values.codec
-        bits = check_probability_bits(self._probability_bits, 4 if values is None else values.bits)
-        return kernels.attend(q, segments, *options, self._query_bits, bits)
+        return softmax_scale(scale, self._layers[layer].key_dim), softcap, *self._products[layer]
 
     def _decoded(self, layer: int, side: str) -> Floats:
         rows = [row.decoded(side, self._kernels()) for row in self._rows(layer)]
@@ -921,22 +923,23 @@ class KVCache:
 class _all_or_nothing:
     """Take what was done to these rows back if the block is not completed."""
 
-    def __init__(self, rows: list[Sequence]) -> None:
-        self.marked = [(row, row.mark()) for row in rows]
+    def __init__(self, rows: list[Sequence], new: abc.Iterable[int | None] = repeat(None)) -> None:
+        self.marks = [row.mark(tokens) for row, tokens in zip(rows, new, strict=False)]
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
-            for row, mark in self.marked:
-                row.undo(mark)
+            for undo in self.marks:
+                undo()
 
 
-def _last(tokens: int, row: int, *arrays: Floats) -> list[Floats]:
-    """The last tokens of one row of each array, as a batch of 1 in one piece."""
-    if all(x.shape[0] == 1 and x.shape[2] == tokens for x in arrays):
-        return list(arrays)
+def _last(tokens: int, row: int, *arrays: Floats) -> abc.Sequence[Floats]:
+    """The last tokens of one row of arrays of as many tokens, as a batch of 1 in one piece."""
+    batch, _, length, _ = arrays[0].shape
+    if batch == 1 and length == tokens:
+        return arrays
     return [np.ascontiguousarray(x[row : row + 1, :, x.shape[2] - tokens :]) for x in arrays]
 
 

@@ -40,7 +40,8 @@ def filled(**options):
         (Blocks, "_write"),
         (Tail, "_move"),
         (Sequence, "_pack"),
-        (Sequence, "segments"),
+        (Sequence, "trim"),
+        (Tail, "append"),
     ],
 )
 @pytest.mark.parametrize("calls_before", [0, 1, 3])

@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from conftest import causal_mask, token_by_token
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import kvcodec as kv
@@ -27,6 +28,7 @@ from kvcodec.reference.encode import decode_rotated
 from kvcodec.reference.fwht import factor_order
 from kvcodec.reference.packing import packed_bytes
 from kvcodec.reference.tiles import tile
+from kvcodec.sequence import Layer, Sequence
 from kvcodec.testing import (
     KINDS,
     ORDINARY_KINDS,
@@ -431,35 +433,66 @@ def write_and_read(width, side):
 
 
 @st.composite
-def numbers_of_a_cache(draw):
-    """Numbers that a sequence of a cache and its newest queries may have."""
+def sequences_and_queries(draw):
+    """A sequence of a cache with queries of its newest tokens, and what they see of it."""
+    pick = lambda *choices: draw(st.sampled_from(choices))  # noqa: E731
+    random = rng(draw(short_seeds))
+    block, rollback, window = pick(1, 32, 64), pick(0, 40), pick(None, None, 1, 50)
+    codecs = [
+        None if name is None else kv.codec(name, block=block, **options).for_side(side)
+        for side, (name, options) in (
+            ("key", pick((None, {}), ("int4", {"center": False, "equalize": False}))),
+            ("value", pick((None, {}), ("int8", {}), ("lm2", {}))),
+        )
+    ]
+    exact = (pick(0, 4), pick(0, 20), block, rollback, window, pick("float32", "bfloat16"), 0)
+    sequence = Sequence(Layer(2, 32, 16, *codecs, *exact))
+    for tokens in (draw(st.integers(0, 150)), draw(st.integers(1, 3))):
+        packed_end = sequence.packed_end
+        k, v = (random.standard_normal((1, 2, tokens, n), dtype=np.float32) for n in (32, 16))
+        sequence.append(k, v, None, reference)
+        appended = packed_end, sequence.end // block
+        sequence.trim()
+        sequence.evict(draw(st.integers(0, max(sequence.length - exact[0] - 3, 0) // 2)))
+    count = draw(st.integers(0, min(sequence.length, 3)))
+    assume(sequence.can_attend(count))
+    seen = *pick((sequence.packed_end, 0), appended), draw(st.booleans()), pick(None, None, 1, 30)
+    return random.standard_normal((1, 4, count, 32), dtype=np.float32), sequence, *seen
 
-    def number(low, high):
-        return draw(st.integers(low, high))
 
-    sinks, recent = number(0, 4), number(0, 70)
-    block = draw(st.sampled_from((1, 16, 64)))
-    end, evicted = number(0, 400), 0
-    if end > sinks:
-        evicted = number(0, end - sinks)
-    count = number(0, end - evicted)
-    packed_end = sinks + number(0, max(end - sinks, 0) // block) * block
-    limits = [draw(st.sampled_from((0, 1, 30, 1000))) for _ in range(2)]
-    base = number(0, max(packed_end, sinks))
-    blocks = number(0, 9)
-    return (
-        count,
-        end,
-        sinks,
-        evicted,
-        packed_end,
-        blocks,
-        recent,
-        block,
-        draw(st.booleans()),
-        *limits,
-        base,
-    )
+def attend_to_sequence(q, sequence, *seen):
+    """The same bits as attention over the segments of the reference."""
+    options = 0.2, None, 8, 7
+    result = twin("attend_sequence")(q, sequence, *seen, *options)
+    segments = sequence.segments(q.shape[2], *seen)
+    assert_same_bits(result, twin("attend")(q, segments, *options))
+    return result[0].shape, result[1].shape
+
+
+@st.composite
+def slots_and_tokens(draw):
+    """Exact tokens as they are kept, a slot, and a stretch of other tokens to put there."""
+    x = draw(tensors().filter(lambda x: x.shape[0] == 1))
+    first = draw(st.integers(0, x.shape[2]))
+    stop = draw(st.integers(first, x.shape[2]))
+    slot, left = draw(st.integers(0, 70)), draw(st.integers(0, 2))
+    shape = (1, x.shape[1], slot + stop - first + left, x.shape[3])
+    return np.ones(shape, draw(st.sampled_from((np.float32, np.uint16)))), slot, x, first, stop
+
+
+def unclean(x):
+    """Things that only look like a C-contiguous, aligned array of native float32."""
+    memory = np.zeros(x.nbytes + 1, np.uint8)
+    unaligned = np.frombuffer(memory[1:].data, np.float32).reshape(x.shape)
+    others = (x.astype(dtype) for dtype in (np.float64, ">f4", np.int32, ml_dtypes.bfloat16))
+    masked, strided = np.ma.masked_array(x), (x[..., ::2], x[..., ::-1], x.T)
+    return [x.tolist(), None, x.data, masked, unaligned, *strided, *others]
+
+
+def keep(kept, *rest):
+    kept = kept.copy()
+    twin("keep_tokens")(kept, *rest)
+    return kept
 
 
 TABLE = [
@@ -531,15 +564,17 @@ TABLE = [
     Case(
         "largest_magnitude_of",
         ("largest_magnitude_of",),
-        on_size(st.integers(1, 200), lambda n: (vectors(n),)).filter(lambda drawn: drawn[0].size),
-        lambda x: twin("largest_magnitude_of")(x),
+        on_size(st.integers(1, 200), lambda n: (vectors(n),)),
+        twin("largest_magnitude_of"),
     ),
     Case(
-        "cache_ranges",
-        ("cache_ranges",),
-        numbers_of_a_cache(),
-        lambda *numbers: twin("cache_ranges")(*numbers),
+        "largest_magnitude_of what is no clean array",
+        ("largest_magnitude_of",),
+        st.tuples(vectors(6)),
+        lambda x: [twin("largest_magnitude_of")(y) is None for y in unclean(x)],
     ),
+    Case("attend_sequence", ("attend_sequence",), sequences_and_queries(), attend_to_sequence),
+    Case("keep_tokens", ("keep_tokens",), slots_and_tokens(), keep),
     *(
         Case(
             f"tiles of {width} bits by {side}",

@@ -21,12 +21,12 @@ from kvcodec.reference.srht import inverse_srht, srht
 from kvcodec.reference.symmetric import dequantize_symmetric, quantize_symmetric
 from kvcodec.reference.tiles import read_tiles, write_tiles
 from kvcodec.reference.trellis import dequantize_trellis, quantize_trellis
-from kvcodec.reference.window import cache_ranges
+from kvcodec.reference.window import attend_sequence, keep_tokens
 
 __all__ = [
     "attend",
+    "attend_sequence",
     "block_means",
-    "cache_ranges",
     "center_blocks",
     "channel_energy",
     "decode",
@@ -37,6 +37,7 @@ __all__ = [
     "encode",
     "fwht",
     "inverse_srht",
+    "keep_tokens",
     "largest_magnitude_of",
     "merge",
     "pack",

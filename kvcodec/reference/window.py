@@ -22,8 +22,12 @@ References
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
+
+from kvcodec.reference._numbers import round_to_bfloat16, store
+from kvcodec.reference.attention import attend
 
 
 def packed_tokens(tokens: np.ndarray | int, sinks: int, recent: int, block: int) -> np.ndarray:
@@ -88,3 +92,34 @@ def cache_ranges(
         [np.maximum(start, body_end) - tail_base, stop - tail_base],
     ]
     return np.array(ranges)[:, :, None]
+
+
+def attend_sequence(
+    q: np.ndarray,
+    sequence: Any,
+    packed_end: int,
+    most_blocks: int,
+    causal: bool,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+    query_bits: int | None,
+    probability_bits: int | None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Attention of the newest queries (1, q_heads, q_len, head_dim) of a sequence of a cache.
+
+    `packed_end` and `most_blocks` are those of `cache_ranges`, the rest those of `attend`.
+    """
+    segments = sequence.segments(q.shape[2], packed_end, most_blocks, causal, window)
+    return attend(q, segments, scale, softcap, query_bits, probability_bits)
+
+
+def keep_tokens(kept: np.ndarray, slot: int, x: np.ndarray, first: int, stop: int) -> None:
+    """Put the tokens first <= t < stop of x (1, heads, tokens, dim) into slots of `kept`.
+
+    They are kept as they are, or rounded to the nearest bfloat16 where `kept` is of uint16.
+    """
+    new = x[:, :, first:stop]
+    if kept.dtype == np.uint16:
+        new = store(round_to_bfloat16(new), "bfloat16")
+    kept[:, :, slot : slot + stop - first] = new
