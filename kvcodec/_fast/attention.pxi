@@ -82,22 +82,19 @@ cdef inline void masked_row(const Plan *plan, Py_ssize_t row, Py_ssize_t low, Py
                             float softcap, Work *work) noexcept nogil:
     """Probabilities of a row that sees the tokens low <= t < high of a tile; the others get 0."""
     cdef float *s = work.scores + row * TILE
-    cdef Py_ssize_t t
+    cdef float factor = work.factor[row]
     work.ratio[row] = 1
     if low >= high:
         memset(s, 0, TILE * sizeof(float))
         return
     if work.in_sums:
         products_of_row(plan, row, work)
-    finish_scores(s, work.factor[row], SATURATION)
     if softcap > 0:
+        finish_scores(s, factor, SATURATION)
         cap_scores(s, softcap)
-    for t in range(low):
-        s[t] = -INFINITY
-    for t in range(high, TILE):
-        s[t] = -INFINITY
-    work.ratio[row] = probabilities_of_scores(s, work.part.largest + row,
-                                              work.part.lanes + row * 16)
+        factor = 1
+    work.ratio[row] = probabilities_of_some(s, low, high, factor, SATURATION,
+                                            work.part.largest + row, work.part.lanes + row * 16)
 
 
 cdef inline void softmax_rows(const Unit *unit, Py_ssize_t first, Py_ssize_t tokens,
@@ -281,11 +278,12 @@ cdef inline void fold(const Sums *part, Py_ssize_t accumulator, Py_ssize_t accum
             continue
         factor = 1
         if part.largest[row] > total.largest[row]:
-            ratio = exp_nonpositive(total.largest[row] - part.largest[row])
+            if total.sum[row] > 0:
+                ratio = exp_nonpositive(total.largest[row] - part.largest[row])
+                total.sum[row] = total.sum[row] * ratio
+                for a in range(accumulators):
+                    scale_row(total.values + (a * rows + row) * n, n, ratio)
             total.largest[row] = part.largest[row]
-            total.sum[row] = total.sum[row] * ratio
-            for a in range(accumulators):
-                scale_row(total.values + (a * rows + row) * n, n, ratio)
         else:
             factor = exp_nonpositive(part.largest[row] - total.largest[row])
         total.sum[row] = total.sum[row] + part.sum[row] * factor

@@ -74,7 +74,8 @@ cdef extern from "softmax.h" nogil:
                           bint centered, float *s)
     void finish_scores(float *s, float factor, float limit)
     void cap_scores(float *s, float cap)
-    float probabilities_of_scores(float *s, float *largest, float *lanes)
+    float probabilities_of_some(float *s, Py_ssize_t low, Py_ssize_t high, float factor,
+                                float limit, float *largest, float *lanes)
     float probabilities_of_products(float *s, float factor, float limit, float *largest,
                                     float *lanes)
     void probabilities_of_sums(const int32_t *sums, const float *scale, const float *query_scale,
