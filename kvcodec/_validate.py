@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from kvcodec import _backend, reference
+from kvcodec.reference._numbers import LARGEST_MAGNITUDE
 from kvcodec.reference.fwht import PALEY_ORDERS, factor_order
 
-LARGEST_MAGNITUDE = 2.0**100
 LARGEST_HEAD_DIM = 1024
 MOST_TOKENS = 2**40
 LARGEST_GROUP = 4096
@@ -67,7 +67,11 @@ def token_count(value: Any, name: str, low: int = 0) -> int:
 
 def log_sum_exp(x: object, name: str) -> np.ndarray:
     """A float32 array of finite numbers and minus infinities."""
-    array = _clean(_any_floats(x, name))
+    array = as_array(x, name)
+    if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
+        raise TypeError(f"{name} must be an array of floats, but has dtype {array.dtype}.")
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        array = np.require(array, dtype=np.float32, requirements=["C", "A"])
     if np.isnan(array).any() or np.isposinf(array).any():
         raise ValueError(
             f"{name} must hold finite float32 numbers or minus infinity, but does not."
@@ -85,27 +89,13 @@ def as_array(x: object, name: str, kind: str = "floats") -> np.ndarray:
         raise TypeError(f"{name} must be an array of {kind}, but is no array: {error}.") from None
 
 
-def _largest_magnitude_of(array: object) -> float | None:
-    """The largest magnitude, NaN if there is a NaN; None of what is no clean float32 array."""
+def _largest_magnitude(array: np.ndarray) -> float:
+    """The largest magnitude, NaN if there is a NaN; the fast path takes one pass over the array."""
     try:
         kernels = _backend.resolve()
     except RuntimeError:  # a fast path that cannot be had is for the call itself to report
         kernels = reference
     return kernels.largest_magnitude_of(array)
-
-
-def _any_floats(x: object, name: str) -> np.ndarray:
-    """An array of any dtype of floats."""
-    array = as_array(x, name)
-    if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
-        raise TypeError(f"{name} must be an array of floats, but has dtype {array.dtype}.")
-    return array
-
-
-def _clean(array: np.ndarray) -> np.ndarray:
-    """The floats as a C-contiguous, aligned float32 array."""
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        return np.require(array, dtype=np.float32, requirements=["C", "A"])
 
 
 def float_array(x: object, name: str, ndim: int | None = None) -> np.ndarray:
@@ -114,21 +104,24 @@ def float_array(x: object, name: str, ndim: int | None = None) -> np.ndarray:
     Takes NumPy's float dtypes and bfloat16 of ml_dtypes, any strides, and whatever NumPy turns
     into such an array.
     """
-    largest = _largest_magnitude_of(x)
-    array = x if largest is not None else _any_floats(x, name)
+    array = as_array(x, name)
+    if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
+        raise TypeError(f"{name} must be an array of floats, but has dtype {array.dtype}.")
     if ndim is not None and array.ndim != ndim:
         raise ValueError(f"{name} must have {ndim} dimensions, but has shape {array.shape}.")
     if ndim is None and array.ndim == 0:
         raise ValueError(f"{name} must have at least 1 dimension, but is a scalar.")
-    if largest is None:
-        array = _clean(array)
-        largest = _largest_magnitude_of(array)
-    if not largest < LARGEST_MAGNITUDE:
-        given = "a NaN" if math.isnan(largest) else f"a magnitude of {largest:g}"
-        raise ValueError(
-            f"{name} must hold finite values below 2^100 (about 1.27e30) in magnitude, "
-            f"but holds {given}."
-        )
+    if array.dtype != np.float32 or not array.flags.c_contiguous or not array.flags.aligned:
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            array = np.require(array, dtype=np.float32, requirements=["C", "A"])
+    if array.size:
+        largest = _largest_magnitude(array)
+        if not largest < LARGEST_MAGNITUDE:
+            given = "a NaN" if math.isnan(largest) else f"a magnitude of {largest:g}"
+            raise ValueError(
+                f"{name} must hold finite values below 2^100 (about 1.27e30) in magnitude, "
+                f"but holds {given}."
+            )
     return array
 
 

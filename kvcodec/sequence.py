@@ -63,14 +63,10 @@ class Tail:
         self.first = self.end = number
         self.base = number - (number - self.origin) % TILE  # number of slot 0
 
-    def has_room(self, new: int) -> bool:
-        """Whether so many tokens more fit into the buffers."""
-        return self.end - self.base + new <= self.k.shape[2]
-
     def append(self, k: Floats, v: Floats, first: int, stop: int, kernels: ModuleType) -> None:
         """Add the tokens first <= t < stop of arrays (1, heads, tokens, dim)."""
         new = stop - first
-        if not self.has_room(new):
+        if self.end + new > self.base + self.k.shape[2]:
             # Spare room for half a block: a token is moved a few times, not at each append.
             self._move(self.end - self.first + new + SPARE)
         slot = self.end - self.base
@@ -193,31 +189,24 @@ class Sequence:
         No token is copied. Tokens are written behind the end or to new buffers; a tile that is
         written to again keeps the bytes of the codes that it had.
         """
-        if new is not None and self._only_grows(new):
+        layer, tail = self.layer, self.tail
+        if (
+            new is not None
+            and layer.sinks <= self.end < self.packed_end + layer.recent + layer.block - new
+            and self.end + new <= tail.base + tail.k.shape[2]
+            and self._is_trimmed()
+        ):  # no token is a sink, is packed, needs new buffers or is let go of
             return partial(self._shrink, self.end, len(self.energy))
         keys, values = self.keys, self.values
         state = vars(self).copy()
         state["energy"] = self.energy.copy()
         marked = [(self, state), (self.sinks, vars(self.sinks).copy())]
-        marked.append((self.tail, vars(self.tail).copy()))
+        marked.append((tail, vars(tail).copy()))
         for blocks in (keys, values):
             state = vars(blocks).copy()
             state["pages"], state["shared"] = blocks.pages.copy(), blocks.shared.copy()
             marked.append((blocks, state))
         return partial(self._restore, marked)
-
-    def _only_grows(self, new: int) -> bool:
-        """Whether so many tokens more change nothing but where the sequence ends.
-
-        They fit, none of them is a sink, none is packed and no exact one is let go of.
-        """
-        layer, end = self.layer, self.end
-        return (
-            end >= layer.sinks
-            and end + new < self.packed_end + layer.recent + layer.block
-            and self._is_trimmed()
-            and self.tail.has_room(new)
-        )
 
     def _shrink(self, end: int, queries: int) -> None:
         """Forget the tokens from this number on, and the energy of more queries than so many."""
@@ -240,7 +229,7 @@ class Sequence:
         layer, new = self.layer, k.shape[2]
         new_sinks = min(layer.sinks - self.end, new) if self.end < layer.sinks else 0
         if q is not None:
-            self._note_queries(q)
+            self._note_queries(q, kernels)
         if new_sinks:
             self.sinks.append(k, v, 0, new_sinks, kernels)
         self.tail.append(k, v, new_sinks, new, kernels)
@@ -249,20 +238,17 @@ class Sequence:
         if ready > 0:
             self._pack(ready * layer.block, kernels)
 
-    def _note_queries(self, q: Floats) -> None:
+    def _note_queries(self, q: Floats, kernels: ModuleType) -> None:
         """Keep the energy of the queries of tokens up to the end of the first block."""
         layer = self.layer
         early = layer.sinks + layer.block - self.end
         if layer.key is None or not layer.key.equalize or early <= 0:
             return
         self.energy += [None] * (self.end - len(self.energy))
-        squares = q[0, :, :early].astype(np.float64) ** 2
-        repeats = squares.shape[0] // layer.kv_heads
-        by_head = squares.reshape(layer.kv_heads, repeats, *squares.shape[1:])
-        grouped = by_head[:, 0]
-        for head in range(1, repeats):  # in this order, however many tokens come at once
-            grouped = grouped + by_head[:, head]
-        self.energy += [grouped[:, token].copy() for token in range(grouped.shape[1])]
+        by_token = np.ascontiguousarray(q[0, :, :early].swapaxes(0, 1))
+        repeats = q.shape[1] // layer.kv_heads
+        grouped = by_token.reshape(-1, layer.kv_heads, repeats, layer.key_dim)
+        self.energy += [kernels.channel_energy(heads) for heads in grouped]
 
     def _pack(self, tokens: int, kernels: ModuleType) -> None:
         exact = self.tail.take(self.packed_end, self.packed_end + tokens)

@@ -464,6 +464,12 @@ cdef attend_parts(q, Part *parts, Py_ssize_t count, const Options *options):
     cdef const float *source = <const float *> address(q)
     cdef float *target = <float *> address(output)
     cdef float *target_lse = <float *> address(log_sum_exp)
+    if threads == 1:
+        with nogil:
+            for index in range(tasks):
+                attend_task(source, parts, count, spans, index, &shape, options, target,
+                            target_lse, base)
+        return output, log_sum_exp
     if pieces <= 1:
         for index in prange(tasks, nogil=True, num_threads=threads, schedule="dynamic"):
             attend_task(source, parts, count, spans, index, &shape, options, target, target_lse,

@@ -20,7 +20,7 @@ from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 
 from kvcodec import _backend
-from kvcodec.reference._numbers import store
+from kvcodec.reference._numbers import LARGEST_MAGNITUDE, store
 from kvcodec.reference.fwht import factor_order, inverse_square_root, paley_matrix
 
 cdef extern from "fetch.h" nogil:
@@ -108,6 +108,7 @@ cdef extern from "fold.h" nogil:
 cdef object ndarray = np.ndarray
 cdef object empty = np.empty
 cdef object float32 = np.dtype(np.float32)
+cdef float LARGEST = LARGEST_MAGNITUDE
 
 
 cdef int threads_for(Py_ssize_t elements):
@@ -236,7 +237,7 @@ cdef float largest_from_the_end(const float *x, Py_ssize_t n) noexcept nogil:
 
 
 cdef float largest_of_all(const float *x, Py_ssize_t size):
-    """max |x_i| of an array, by as many threads as it is worth."""
+    """max |x_i|, NaN where there is one: NaNs have the largest bits of all."""
     cdef Py_ssize_t share
     cdef int threads = threads_for(size // 4), thread
     if threads == 1:
@@ -250,22 +251,5 @@ cdef float largest_of_all(const float *x, Py_ssize_t size):
 
 
 def largest_magnitude_of(x):
-    """max |x_i|, NaN where there is one: NaNs have the largest bits of all.
-
-    None where x is anything but a C-contiguous, aligned float32 array.
-    """
-    cdef Py_buffer view
-    if type(x) is not ndarray:
-        return None
-    try:
-        PyObject_GetBuffer(x, &view, PyBUF_STRIDES | PyBUF_FORMAT)
-    except (ValueError, BufferError):  # a dtype that buffers do not know, such as bfloat16
-        return None
-    try:
-        if view.format[0] != c"f" or view.format[1] != 0 or not PyBuffer_IsContiguous(&view, c"C"):
-            return None
-        if <size_t> view.buf % sizeof(float):
-            return None
-        return largest_of_all(<const float *> view.buf, view.len // <Py_ssize_t> sizeof(float))
-    finally:
-        PyBuffer_Release(&view)
+    """max |x_i| of a float32 array, NaN where it holds one."""
+    return largest_of_all(<const float *> address(x), x.size)

@@ -2,6 +2,36 @@
 # query by query, and all that the kernels need is taken straight from the sequence: for one query,
 # array operations or an object for each segment would cost more than the attention that follows.
 
+cdef inline bint is_float32(const Py_buffer *view) noexcept:
+    """Whether a buffer is C-contiguous and of aligned float32."""
+    return (view.format[0] == c"f" and view.format[1] == 0
+            and <size_t> view.buf % sizeof(float) == 0 and PyBuffer_IsContiguous(view, c"C"))
+
+
+def clean_tokens(x, Py_ssize_t batch, Py_ssize_t heads, Py_ssize_t head_dim):
+    """How many tokens an array (batch, heads or a multiple, tokens, head_dim) is of.
+
+    -1 of anything but a C-contiguous, aligned float32 array of this shape, with at least one token,
+    whose values are below 2^100 in magnitude.
+    """
+    cdef Py_buffer view
+    cdef Py_ssize_t tokens = -1
+    if type(x) is not ndarray:
+        return -1
+    try:
+        PyObject_GetBuffer(x, &view, PyBUF_STRIDES | PyBUF_FORMAT)
+    except (ValueError, BufferError):  # a dtype that buffers do not know, such as bfloat16
+        return -1
+    try:
+        if (view.ndim == 4 and view.len > 0 and is_float32(&view) and view.shape[0] == batch
+                and view.shape[1] % heads == 0 and view.shape[3] == head_dim
+                and largest_of_all(<const float *> view.buf, view.len // 4) < LARGEST):
+            tokens = view.shape[2]
+    finally:
+        PyBuffer_Release(&view)
+    return tokens
+
+
 cdef void find_ranges(Py_ssize_t count, int64_t end, int64_t sinks, int64_t evicted,
                       int64_t packed_end, int64_t most_blocks, int64_t recent, int64_t block,
                       bint causal, int64_t window, int64_t ring, int64_t tail_base,

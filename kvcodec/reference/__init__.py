@@ -21,7 +21,7 @@ from kvcodec.reference.srht import inverse_srht, srht
 from kvcodec.reference.symmetric import dequantize_symmetric, quantize_symmetric
 from kvcodec.reference.tiles import read_tiles, write_tiles
 from kvcodec.reference.trellis import dequantize_trellis, quantize_trellis
-from kvcodec.reference.window import attend_sequence, keep_tokens
+from kvcodec.reference.window import attend_sequence, clean_tokens, keep_tokens
 
 __all__ = [
     "attend",
@@ -29,6 +29,7 @@ __all__ = [
     "block_means",
     "center_blocks",
     "channel_energy",
+    "clean_tokens",
     "decode",
     "dequantize_asymmetric",
     "dequantize_lloyd_max",

@@ -26,7 +26,12 @@ from typing import Any
 
 import numpy as np
 
-from kvcodec.reference._numbers import round_to_bfloat16, store
+from kvcodec.reference._numbers import (
+    LARGEST_MAGNITUDE,
+    largest_magnitude_of,
+    round_to_bfloat16,
+    store,
+)
 from kvcodec.reference.attention import attend
 
 
@@ -92,6 +97,21 @@ def cache_ranges(
         [np.maximum(start, body_end) - tail_base, stop - tail_base],
     ]
     return np.array(ranges)[:, :, None]
+
+
+def clean_tokens(x: object, batch: int, heads: int, head_dim: int) -> int:
+    """How many tokens an array (batch, heads or a multiple, tokens, head_dim) is of.
+
+    -1 of anything but a C-contiguous, aligned float32 array of this shape, with at least one token,
+    whose values are below 2^100 in magnitude.
+    """
+    if type(x) is not np.ndarray or x.dtype != np.float32 or x.ndim != 4 or x.size == 0:
+        return -1
+    if not x.flags.c_contiguous or not x.flags.aligned:
+        return -1
+    if x.shape[0] != batch or x.shape[1] % heads or x.shape[3] != head_dim:
+        return -1
+    return x.shape[2] if largest_magnitude_of(x) < LARGEST_MAGNITUDE else -1
 
 
 def attend_sequence(
