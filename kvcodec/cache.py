@@ -356,8 +356,8 @@ class KVCache:
         rows, kernels = self._rows(layer), _backend.resolve(self._backend)
         k, v, real = self._new_tokens(layer, k, v, lengths, kernels)
         with _all_or_nothing(map(Sequence.mark, rows, real)):
-            for index, (row, tokens) in enumerate(zip(rows, real, strict=True)):
-                row.append(*_last(tokens, index, k, v), None, kernels)
+            for index, row in enumerate(rows):
+                row.append(*_last(real[index], index, k, v), None, kernels)
                 row.trim()
 
     def attend(
@@ -427,13 +427,13 @@ class KVCache:
             check_window(window, causal)
         tokens = q.shape[2]
         real = [tokens] * len(rows) if lengths is None else self._lengths(lengths, tokens)
-        for row, tokens in zip(rows, real, strict=True):
-            self._check_queries(row, tokens)
         results = []
-        for index, (row, tokens) in enumerate(zip(rows, real, strict=True)):
-            (query,) = _last(tokens, index, q)
-            seen = (row.packed_end, 0, causal, window)
-            results.append(kernels.attend_sequence(query, row, *seen, *options))
+        for index, row in enumerate(rows):
+            self._check_queries(row, real[index])
+            (query,) = _last(real[index], index, q)
+            results.append(
+                kernels.attend_sequence(query, row, row.packed_end, 0, causal, window, *options)
+            )
         return _stacked(results, q.shape, self._layers[layer].value_dim, return_lse)
 
     def append_attend(
@@ -508,13 +508,17 @@ class KVCache:
         exact_prefill = _validate.boolean(exact_prefill, "exact_prefill")
         results = []
         with _all_or_nothing(map(Sequence.mark, rows, real)):
-            for index, (row, tokens) in enumerate(zip(rows, real, strict=True)):
-                query, *new = _last(tokens, index, q, k, v)
+            for index, row in enumerate(rows):
+                query, new_k, new_v = _last(real[index], index, q, k, v)
                 end, packed_end = row.end, row.packed_end
-                row.append(*new, query, kernels)
+                row.append(new_k, new_v, query, kernels)
                 seen_exactly = max(end - packed_end, 0) if exact_prefill else row.end
-                seen = (packed_end, seen_exactly // row.layer.block, True, window)
-                results.append(kernels.attend_sequence(query, row, *seen, *options))
+                most_blocks = seen_exactly // row.layer.block
+                results.append(
+                    kernels.attend_sequence(
+                        query, row, packed_end, most_blocks, True, window, *options
+                    )
+                )
                 row.trim()
             return _stacked(results, q.shape, self._layers[layer].value_dim, return_lse)
 
