@@ -851,8 +851,8 @@ class KVCache:
     def _new_tokens(
         self,
         layer: int,
-        k: ArrayLike,
-        v: ArrayLike,
+        k: Any,
+        v: Any,
         lengths: ArrayLike | None,
         kernels: ModuleType,
     ) -> tuple[Floats, Floats, list[int]]:
@@ -891,7 +891,7 @@ class KVCache:
         return _validate.kv_array(x, name)
 
     def _queries(
-        self, layer: int, q: ArrayLike, lengths: ArrayLike | None, kernels: ModuleType
+        self, layer: int, q: Any, lengths: ArrayLike | None, kernels: ModuleType
     ) -> Floats:
         about = self._layers[layer]
         batch, heads, dim = len(self._sequences[layer]), about.kv_heads, about.key_dim

@@ -21,7 +21,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import kvcodec as kv
-from kvcodec import _backend, reference
+from kvcodec import _backend, _validate, reference
 from kvcodec.codebook import HEAD_DIMS
 from kvcodec.quantize import LLOYD_MAX_SCALE_RULES, SCALE_DTYPES
 from kvcodec.reference.encode import decode_rotated
@@ -499,6 +499,7 @@ def count_clean(x):
     found = [count(x, *shape) for shape in (*shapes, (batch, 1, n))]
     for y in (x.tolist(), None, x.data, x[0], masked, unaligned, *strided, *others, *broken):
         found.append(count(y, batch, heads, n))
+        assert found[-1] < 0 or _validate.kv_array(y, "y") is y, "it passes the checks as it is"
     return found
 
 
