@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from conftest import causal_mask, token_by_token
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 import kvcodec as kv
@@ -437,7 +437,7 @@ def sequences_and_queries(draw):
     """A sequence of a cache with queries of its newest tokens, and what they see of it."""
     pick = lambda *choices: draw(st.sampled_from(choices))  # noqa: E731
     random = rng(draw(short_seeds))
-    block, rollback, window = pick(1, 32, 64), pick(0, 40), pick(None, None, 1, 50)
+    block, rollback, window = pick(1, 32, 64), pick(0, 40), pick(None, 1, 50)
     codecs = [
         None if name is None else kv.codec(name, block=block, **options).for_side(side)
         for side, (name, options) in (
@@ -447,26 +447,28 @@ def sequences_and_queries(draw):
     ]
     exact = (pick(0, 4), pick(0, 20), block, rollback, window, pick("float32", "bfloat16"), 0)
     sequence = Sequence(Layer(2, 32, 16, *codecs, *exact))
-    for tokens in (draw(st.integers(0, 150)), draw(st.integers(1, 3))):
-        packed_end = sequence.packed_end
+    for tokens in (pick(0, 3, 40, 150), pick(1, 70)):
+        before, packed_end = sequence.end, sequence.packed_end
         k, v = (random.standard_normal((1, 2, tokens, n), dtype=np.float32) for n in (32, 16))
         sequence.append(k, v, None, reference)
-        appended = packed_end, sequence.end // block
+        appended = packed_end, max(pick(before - packed_end, sequence.end), 0) // block
         sequence.trim()
         sequence.evict(draw(st.integers(0, max(sequence.length - exact[0] - 3, 0) // 2)))
-    count = draw(st.integers(0, min(sequence.length, 3)))
-    assume(sequence.can_attend(count))
-    seen = *pick((sequence.packed_end, 0), appended), draw(st.booleans()), pick(None, None, 1, 30)
-    return random.standard_normal((1, 4, count, 32), dtype=np.float32), sequence, *seen
+    counts = (count for count in (1, 40, 20, 2, 0) if count <= sequence.length)
+    count = pick(*filter(sequence.can_attend, counts))
+    blocks = pick((sequence.packed_end, 0), appended)
+    return random.standard_normal((1, 4, count, 32), dtype=np.float32), sequence, *blocks
 
 
-def attend_to_sequence(q, sequence, *seen):
+def attend_to_sequence(q, sequence, *blocks):
     """The same bits as attention over the segments of the reference."""
-    options = 0.2, None, 8, 7
-    result = twin("attend_sequence")(q, sequence, *seen, *options)
-    segments = sequence.segments(q.shape[2], *seen)
-    assert_same_bits(result, twin("attend")(q, segments, *options))
-    return result[0].shape, result[1].shape
+    options, found = (0.2, None, 8, 7), []
+    for seen in product((True, False), (None, 1, 30)):
+        result = twin("attend_sequence")(q, sequence, *blocks, *seen, *options)
+        segments = sequence.segments(q.shape[2], *blocks, *seen)
+        assert_same_bits(result, twin("attend")(q, segments, *options))
+        found.append(result[0].shape)
+    return found
 
 
 @st.composite
