@@ -142,12 +142,12 @@ def resolve(backend: str | None = None) -> ModuleType:
     """The module that holds the twins for a call with this `backend` argument."""
     if backend is not None:
         _choice("backend", backend, BACKENDS)
-    return _resolved(backend, _context.get(), _process, _environment(), available_simd_levels())
+    return _resolved(backend, _context.get(), _process)
 
 
 @lru_cache(maxsize=32)
-def _resolved(backend: str | None, *_: object) -> ModuleType:
-    """What `resolve` finds, remembered for as long as all that it depends on is the same."""
+def _resolved(backend: str | None, *_: _Settings) -> ModuleType:
+    """What `resolve` finds, remembered for as long as the settings are the same."""
     return reference if active_backend(backend) == "reference" else _fast(simd_level())
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from kvcodec import _backend, reference
+from kvcodec.reference._numbers import LARGEST_MAGNITUDE
 from kvcodec.reference.fwht import PALEY_ORDERS, factor_order
 
-LARGEST_MAGNITUDE = 2.0**100
 LARGEST_HEAD_DIM = 1024
 MOST_TOKENS = 2**40
 LARGEST_GROUP = 4096
@@ -36,6 +36,8 @@ def choice(value: Any, name: str, allowed: Sequence[Any]) -> Any:
 
 def integer(value: object, name: str, low: int, high: int | None = None) -> int:
     """A whole number in [low, high]."""
+    if type(value) is int and value >= low and (high is None or value <= high):
+        return value
     is_whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
     if not is_whole or value < low or (high is not None and value > high):
         limit = f"of at least {low}" if high is None else f"from {low} to {high}"

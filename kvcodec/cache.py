@@ -159,6 +159,15 @@ class KVCache:
         self._query_bits = check_query_bits(query_bits)
         bits = check_probability_bits(probability_bits, 8)
         self._probability_bits = "auto" if isinstance(probability_bits, str) else bits
+        self._usual_options = [
+            (
+                softmax_scale(None, dim),
+                None,
+                self._query_bits,
+                check_probability_bits(probability_bits, 4 if codec is None else codec.bits),
+            )
+            for dim, codec in zip(dims, values, strict=True)
+        ]
         self._backend = backend
         _backend.active_backend(backend)
         self._layers = [
@@ -344,12 +353,11 @@ class KVCache:
         >>> len(cache)
         10
         """
-        rows = self._rows(layer)
-        k, v, real = self._new_tokens(layer, k, v, lengths)
-        kernels = self._kernels()
-        with _all_or_nothing(rows):
-            for index, (row, tokens) in enumerate(zip(rows, real, strict=True)):
-                row.append(*_last(tokens, index, k, v), None, kernels)
+        rows, kernels = self._rows(layer), _backend.resolve(self._backend)
+        k, v, real = self._new_tokens(layer, k, v, lengths, kernels)
+        with _all_or_nothing(map(Sequence.mark, rows, real)):
+            for index, row in enumerate(rows):
+                row.append(*_last(real[index], index, k, v), None, kernels)
                 row.trim()
 
     def attend(
@@ -411,19 +419,21 @@ class KVCache:
         >>> float(cache.attend(0, np.ones((1, 4, 1, 64))).mean())
         1.0
         """
-        rows = self._rows(layer)
-        q = self._queries(layer, q, lengths)
-        options = self._options(q, scale, softcap, window)
-        causal = _validate.boolean(causal, "causal")
-        check_window(window, causal)
-        real = self._lengths(lengths, q.shape[2])
-        for row, tokens in zip(rows, real, strict=True):
-            self._check_queries(row, tokens)
-        kernels = self._kernels()
+        rows, kernels = self._rows(layer), _backend.resolve(self._backend)
+        q = self._queries(layer, q, lengths, kernels)
+        options = self._options(layer, scale, softcap, window)
+        if causal is not True:
+            causal = _validate.boolean(causal, "causal")
+            check_window(window, causal)
+        tokens = q.shape[2]
+        real = [tokens] * len(rows) if lengths is None else self._lengths(lengths, tokens)
         results = []
-        for index, (row, tokens) in enumerate(zip(rows, real, strict=True)):
-            segments = row.segments(tokens, row.packed_end, 0, causal, window, kernels)
-            results.append(self._attend(_last(tokens, index, q)[0], segments, options, kernels))
+        for index, row in enumerate(rows):
+            self._check_queries(row, real[index])
+            (query,) = _last(real[index], index, q)
+            results.append(
+                kernels.attend_sequence(query, row, row.packed_end, 0, causal, window, *options)
+            )
         return _stacked(results, q.shape, self._layers[layer].value_dim, return_lse)
 
     def append_attend(
@@ -487,26 +497,28 @@ class KVCache:
         >>> cache.append_attend(0, x, x, x).shape
         (1, 2, 10, 64)
         """
-        rows = self._rows(layer)
-        q = self._queries(layer, q, lengths)
-        k, v, real = self._new_tokens(layer, k, v, lengths)
+        rows, kernels = self._rows(layer), _backend.resolve(self._backend)
+        q = self._queries(layer, q, lengths, kernels)
+        k, v, real = self._new_tokens(layer, k, v, lengths, kernels)
         if q.shape[2] != k.shape[2]:
             raise ValueError(
                 f"q must have as many tokens as k, {k.shape[2]}, but has {q.shape[2]}."
             )
-        options = self._options(q, scale, softcap, window)
+        options = self._options(layer, scale, softcap, window)
         exact_prefill = _validate.boolean(exact_prefill, "exact_prefill")
-        kernels = self._kernels()
         results = []
-        with _all_or_nothing(rows):
-            for index, (row, tokens) in enumerate(zip(rows, real, strict=True)):
-                query, *new = _last(tokens, index, q, k, v)
+        with _all_or_nothing(map(Sequence.mark, rows, real)):
+            for index, row in enumerate(rows):
+                query, new_k, new_v = _last(real[index], index, q, k, v)
                 end, packed_end = row.end, row.packed_end
-                row.append(*new, query, kernels)
+                row.append(new_k, new_v, query, kernels)
                 seen_exactly = max(end - packed_end, 0) if exact_prefill else row.end
                 most_blocks = seen_exactly // row.layer.block
-                segments = row.segments(tokens, packed_end, most_blocks, True, window, kernels)
-                results.append(self._attend(query, segments, options, kernels))
+                results.append(
+                    kernels.attend_sequence(
+                        query, row, packed_end, most_blocks, True, window, *options
+                    )
+                )
                 row.trim()
             return _stacked(results, q.shape, self._layers[layer].value_dim, return_lse)
 
@@ -560,7 +572,7 @@ class KVCache:
                         f"gone."
                     )
                 cuts.append((row, kept))
-        with _all_or_nothing(self._all()):
+        with _all_or_nothing(map(Sequence.mark, self._all())):
             for row, kept in cuts:
                 row.crop(kept)
 
@@ -590,7 +602,7 @@ class KVCache:
         sinks = np.array([[layer.sinks] for layer in self._layers])
         most = np.maximum(self.seq_lengths - sinks, 0).min(axis=0)
         given = self._each_row(tokens, "tokens", (0, most.min()), ((0, each) for each in most))
-        with _all_or_nothing(self._all()):
+        with _all_or_nothing(map(Sequence.mark, self._all())):
             for rows in self._sequences:
                 for row, count in zip(rows, given, strict=True):
                     row.evict(count)
@@ -776,14 +788,13 @@ class KVCache:
 
     # Parts of the above
 
-    def _kernels(self) -> ModuleType:
-        return _backend.resolve(self._backend)
-
     def _all(self) -> list[Sequence]:
         return [row for rows in self._sequences for row in rows]
 
     def _rows(self, layer: int) -> list[Sequence]:
-        return self._sequences[_validate.integer(layer, "layer", 0, self.num_layers - 1)]
+        if type(layer) is not int or not 0 <= layer < len(self._sequences):
+            layer = _validate.integer(layer, "layer", 0, self.num_layers - 1)
+        return self._sequences[layer]
 
     def _take(self, chosen: list[int]) -> None:
         """Make these rows the batch; one that is named once is moved and shares nothing."""
@@ -826,9 +837,7 @@ class KVCache:
             )
         return [int(index) for index in array]
 
-    def _lengths(self, lengths: ArrayLike | None, tokens: int) -> list[int]:
-        if lengths is None:
-            return [tokens] * self.batch
+    def _lengths(self, lengths: ArrayLike, tokens: int) -> list[int]:
         array = np.asarray(lengths)
         if array.shape != (self.batch,) or array.dtype.kind not in "iu":
             raise ValueError(
@@ -840,15 +849,26 @@ class KVCache:
         return [int(length) for length in array]
 
     def _new_tokens(
-        self, layer: int, k: ArrayLike, v: ArrayLike, lengths: ArrayLike | None
+        self,
+        layer: int,
+        k: Any,
+        v: Any,
+        lengths: ArrayLike | None,
+        kernels: ModuleType,
     ) -> tuple[Floats, Floats, list[int]]:
         """Checked keys and values, and how many tokens of each row are real."""
         about = self._layers[layer]
-        k, v = self._tokens(k, "k", lengths), self._tokens(v, "v", lengths)
-        shape = (self.batch, about.kv_heads, k.shape[2])
-        _validate.shaped(k, "k", (*shape, about.key_dim))
-        _validate.shaped(v, "v", (*shape, about.value_dim))
-        real = self._lengths(lengths, k.shape[2])
+        batch, heads = len(self._sequences[layer]), about.kv_heads
+        tokens = -1
+        if lengths is None:
+            tokens = kernels.clean_tokens(k, batch, heads, about.key_dim)
+            new = kernels.clean_tokens(v, batch, heads, about.value_dim)
+        if tokens < 0 or tokens != new or not k.shape[1] == heads == v.shape[1]:
+            k, v = self._tokens(k, "k", lengths), self._tokens(v, "v", lengths)
+            tokens = k.shape[2]
+            _validate.shaped(k, "k", (batch, heads, tokens, about.key_dim))
+            _validate.shaped(v, "v", (batch, heads, tokens, about.value_dim))
+        real = [tokens] * batch if lengths is None else self._lengths(lengths, tokens)
         if self._max_tokens is not None:
             for row, tokens in zip(self._sequences[layer], real, strict=True):
                 if row.length + tokens > self._max_tokens:
@@ -870,10 +890,14 @@ class KVCache:
                 row[:, : x.shape[2] - tokens] = 0
         return _validate.kv_array(x, name)
 
-    def _queries(self, layer: int, q: ArrayLike, lengths: ArrayLike | None) -> Floats:
+    def _queries(
+        self, layer: int, q: Any, lengths: ArrayLike | None, kernels: ModuleType
+    ) -> Floats:
         about = self._layers[layer]
-        q = self._tokens(q, "q", lengths)
-        _validate.query_heads(q, (self.batch, about.kv_heads, 0, about.key_dim))
+        batch, heads, dim = len(self._sequences[layer]), about.kv_heads, about.key_dim
+        if lengths is not None or kernels.clean_tokens(q, batch, heads, dim) < 0:
+            q = self._tokens(q, "q", lengths)
+            _validate.query_heads(q, (batch, heads, 0, dim))
         return q
 
     def _check_queries(self, row: Sequence, tokens: int) -> None:
@@ -889,22 +913,20 @@ class KVCache:
             )
 
     def _options(
-        self, q: Floats, scale: float | None, softcap: float | None, window: int | None
-    ) -> tuple[float, float | None]:
+        self, layer: int, scale: float | None, softcap: float | None, window: int | None
+    ) -> tuple[float, float | None, int | None, int | None]:
+        """The last arguments of `attend_sequence`."""
+        usual = self._usual_options[layer]
+        if scale is None and softcap is None and window is None:
+            return usual
         if window is not None:
             _validate.token_count(window, "window", 1)
         softcap = None if softcap is None else _validate.positive(softcap, "softcap")
-        return softmax_scale(scale, q.shape[3]), softcap
-
-    def _attend(
-        self, q: Floats, segments: list[Any], options: tuple[Any, ...], kernels: ModuleType
-    ) -> tuple[Floats, Floats]:
-        values = segments[1].values.codec
-        bits = check_probability_bits(self._probability_bits, 4 if values is None else values.bits)
-        return kernels.attend(q, segments, *options, self._query_bits, bits)
+        return softmax_scale(scale, self._layers[layer].key_dim), softcap, *usual[2:]
 
     def _decoded(self, layer: int, side: str) -> Floats:
-        rows = [row.decoded(side, self._kernels()) for row in self._rows(layer)]
+        kernels = _backend.resolve(self._backend)
+        rows = [row.decoded(side, kernels) for row in self._rows(layer)]
         longest = max(row.shape[1] for row in rows)
         out = np.zeros((len(rows), rows[0].shape[0], longest, rows[0].shape[2]), np.float32)
         for target, row in zip(out, rows, strict=True):
@@ -919,24 +941,25 @@ class KVCache:
 
 
 class _all_or_nothing:
-    """Take what was done to these rows back if the block is not completed."""
+    """Take what was done to rows since they were marked back if the block is not completed."""
 
-    def __init__(self, rows: list[Sequence]) -> None:
-        self.marked = [(row, row.mark()) for row in rows]
+    def __init__(self, marks: abc.Iterable[abc.Callable[[], None]]) -> None:
+        self.marks = list(marks)
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
-            for row, mark in self.marked:
-                row.undo(mark)
+            for undo in self.marks:
+                undo()
 
 
-def _last(tokens: int, row: int, *arrays: Floats) -> list[Floats]:
-    """The last tokens of one row of each array, as a batch of 1 in one piece."""
-    if all(x.shape[0] == 1 and x.shape[2] == tokens for x in arrays):
-        return list(arrays)
+def _last(tokens: int, row: int, *arrays: Floats) -> abc.Sequence[Floats]:
+    """The last tokens of one row of arrays of as many tokens, as a batch of 1 in one piece."""
+    batch, _, length, _ = arrays[0].shape
+    if batch == 1 and length == tokens:
+        return arrays
     return [np.ascontiguousarray(x[row : row + 1, :, x.shape[2] - tokens :]) for x in arrays]
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -13,9 +15,10 @@ from numpy.typing import NDArray
 from kvcodec._segment import Segment
 from kvcodec.blocks import STORED_AS, TILE, Blocks
 from kvcodec.codec import Codec
-from kvcodec.reference._numbers import load, round_to_bfloat16, store
+from kvcodec.reference._numbers import load
 from kvcodec.reference.center import center_tokens
 from kvcodec.reference.equalize import equalizing_weights
+from kvcodec.reference.window import cache_ranges
 
 Floats = NDArray[np.float32]
 SPARE = 32
@@ -52,7 +55,6 @@ class Tail:
     ) -> None:
         dtype = STORED_AS[exact_dtype]
         self.k, self.v = (np.zeros((1, heads, slots, dim), dtype=dtype) for dim in dims)
-        self.exact_dtype = exact_dtype
         self.origin = number
         self.restart(number)
 
@@ -61,17 +63,15 @@ class Tail:
         self.first = self.end = number
         self.base = number - (number - self.origin) % TILE  # number of slot 0
 
-    def append(self, k: Floats, v: Floats) -> None:
-        """Add tokens (1, heads, tokens, dim)."""
-        count, new = self.end - self.first, k.shape[2]
-        if self.end - self.base + new > self.k.shape[2]:
+    def append(self, k: Floats, v: Floats, first: int, stop: int, kernels: ModuleType) -> None:
+        """Add the tokens first <= t < stop of arrays (1, heads, tokens, dim)."""
+        new = stop - first
+        if self.end + new > self.base + self.k.shape[2]:
             # Spare room for half a block: a token is moved a few times, not at each append.
-            self._move(count + new + SPARE)
-        at = self.end - self.base
-        if self.exact_dtype == "bfloat16":
-            k, v = (store(round_to_bfloat16(x), "bfloat16") for x in (k, v))
-        self.k[:, :, at : at + new] = k
-        self.v[:, :, at : at + new] = v
+            self._move(self.end - self.first + new + SPARE)
+        slot = self.end - self.base
+        kernels.keep_tokens(self.k, slot, k, first, stop)
+        kernels.keep_tokens(self.v, slot, v, first, stop)
         self.end += new
 
     def _move(self, slots: int) -> None:
@@ -183,24 +183,37 @@ class Sequence:
             },
         }
 
-    def mark(self) -> list[tuple[Any, dict[str, Any]]]:
-        """What `undo` needs to take changes back; no token is copied.
+    def mark(self, new: int | None = None) -> Callable[[], None]:
+        """What takes back all changes from now on, or those of appending so many tokens.
 
-        Tokens are written behind the end or to new buffers; a tile that is written to again keeps
-        the bytes of the codes that it had.
+        No token is copied. Tokens are written behind the end or to new buffers; a tile that is
+        written to again keeps the bytes of the codes that it had.
         """
+        layer, tail = self.layer, self.tail
+        if (
+            new is not None
+            and layer.sinks <= self.end < self.packed_end + layer.recent + layer.block - new
+            and self.end + new <= tail.base + tail.k.shape[2]
+            and self._is_trimmed()
+        ):  # no token is a sink, is packed, needs new buffers or is let go of
+            return partial(self._shrink, self.end, len(self.energy))
         keys, values = self.keys, self.values
         state = vars(self).copy()
         state["energy"] = self.energy.copy()
         marked = [(self, state), (self.sinks, vars(self.sinks).copy())]
-        marked.append((self.tail, vars(self.tail).copy()))
+        marked.append((tail, vars(tail).copy()))
         for blocks in (keys, values):
             state = vars(blocks).copy()
             state["pages"], state["shared"] = blocks.pages.copy(), blocks.shared.copy()
             marked.append((blocks, state))
-        return marked
+        return partial(self._restore, marked)
 
-    def undo(self, marked: list[tuple[Any, dict[str, Any]]]) -> None:
+    def _shrink(self, end: int, queries: int) -> None:
+        """Forget the tokens from this number on, and the energy of more queries than so many."""
+        self.end = self.tail.end = end
+        del self.energy[queries:]
+
+    def _restore(self, marked: list[tuple[Any, dict[str, Any]]]) -> None:
         """Be again what the sequence was when it was marked."""
         for part, state in marked:
             vars(part).update(state)
@@ -213,31 +226,29 @@ class Sequence:
 
         Until then the exact tokens of the new blocks are kept for queries that saw them.
         """
-        new_sinks = min(max(self.layer.sinks - self.end, 0), k.shape[2])
+        layer, new = self.layer, k.shape[2]
+        new_sinks = min(layer.sinks - self.end, new) if self.end < layer.sinks else 0
         if q is not None:
-            self._note_queries(q)
+            self._note_queries(q, kernels)
         if new_sinks:
-            self.sinks.append(k[:, :, :new_sinks], v[:, :, :new_sinks])
-        self.tail.append(k[:, :, new_sinks:], v[:, :, new_sinks:])
-        self.end += k.shape[2]
-        ready = (self.end - self.layer.recent - self.packed_end) // self.layer.block
+            self.sinks.append(k, v, 0, new_sinks, kernels)
+        self.tail.append(k, v, new_sinks, new, kernels)
+        self.end += new
+        ready = (self.end - layer.recent - self.packed_end) // layer.block
         if ready > 0:
-            self._pack(ready * self.layer.block, kernels)
+            self._pack(ready * layer.block, kernels)
 
-    def _note_queries(self, q: Floats) -> None:
+    def _note_queries(self, q: Floats, kernels: ModuleType) -> None:
         """Keep the energy of the queries of tokens up to the end of the first block."""
         layer = self.layer
         early = layer.sinks + layer.block - self.end
         if layer.key is None or not layer.key.equalize or early <= 0:
             return
         self.energy += [None] * (self.end - len(self.energy))
-        squares = q[0, :, :early].astype(np.float64) ** 2
-        repeats = squares.shape[0] // layer.kv_heads
-        by_head = squares.reshape(layer.kv_heads, repeats, *squares.shape[1:])
-        grouped = by_head[:, 0]
-        for head in range(1, repeats):  # in this order, however many tokens come at once
-            grouped = grouped + by_head[:, head]
-        self.energy += [grouped[:, token].copy() for token in range(grouped.shape[1])]
+        by_token = np.ascontiguousarray(q[0, :, :early].swapaxes(0, 1))
+        repeats = q.shape[1] // layer.kv_heads
+        grouped = by_token.reshape(-1, layer.kv_heads, repeats, layer.key_dim)
+        self.energy += [kernels.channel_energy(heads) for heads in grouped]
 
     def _pack(self, tokens: int, kernels: ModuleType) -> None:
         exact = self.tail.take(self.packed_end, self.packed_end + tokens)
@@ -273,6 +284,8 @@ class Sequence:
 
     def trim(self) -> None:
         """Let go of what no query and no crop within `rollback` can ask for."""
+        if self._is_trimmed():
+            return
         layer = self.layer
         self.tail.drop(self._packed_end_at(self.end - layer.rollback))
         if self.tail.first >= layer.sinks + layer.block:
@@ -285,6 +298,15 @@ class Sequence:
             self.keys.release(oldest)
             self.values.release(oldest)
             self.released = oldest
+
+    def _is_trimmed(self) -> bool:
+        """Whether nothing is to be let go of before the next block is packed."""
+        layer = self.layer
+        return (
+            self.tail.first == self.packed_end
+            and self.released == layer.sinks + self.evicted
+            and layer.window is None
+        )
 
     def _packed_end_at(self, end: int) -> int:
         """Where the packed body ended when there were `end` tokens, if that can be restored."""
@@ -299,7 +321,6 @@ class Sequence:
         most_blocks: int,
         causal: bool,
         window: int | None,
-        kernels: ModuleType,
     ) -> list[Segment]:
         """Sinks, body and tail with what the newest queries see of them.
 
@@ -307,7 +328,7 @@ class Sequence:
         `most_blocks` more.
         """
         layer, tail = self.layer, self.tail
-        ranges = kernels.cache_ranges(
+        ranges = cache_ranges(
             tokens,
             self.end,
             layer.sinks,

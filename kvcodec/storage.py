@@ -297,7 +297,8 @@ def _fill(sequence: Sequence, row: Row, prefix: str, arrays: Arrays, kernels: Mo
     for part, number in (("sinks", 0), ("tail", row.tail_first)):
         tail: Tail = getattr(sequence, part)
         tail.restart(number)
-        tail.append(*(load_floats(arrays.pop(f"{prefix}.{part}.{side}")) for side in "kv"))
+        k, v = (load_floats(arrays.pop(f"{prefix}.{part}.{side}")) for side in "kv")
+        tail.append(k, v, 0, k.shape[2], kernels)
     keys, packed = sequence.keys, row.packed_end > sequence.layer.sinks
     if keys.codec is not None and packed:
         keys.codec = replace(keys.codec, equalize=row.equalized)

@@ -9,6 +9,7 @@ import pytest
 from cache_model import contents as contents_of_row
 
 import kvcodec as kv
+from kvcodec import _backend
 from kvcodec.blocks import Blocks
 from kvcodec.sequence import Sequence, Tail
 from kvcodec.testing import assert_same_bits
@@ -40,7 +41,8 @@ def filled(**options):
         (Blocks, "_write"),
         (Tail, "_move"),
         (Sequence, "_pack"),
-        (Sequence, "segments"),
+        (Sequence, "trim"),
+        (Tail, "append"),
     ],
 )
 @pytest.mark.parametrize("calls_before", [0, 1, 3])
@@ -68,6 +70,28 @@ def test_an_interrupted_append_is_done_whole_or_not_at_all(
     else:
         twin.append_attend(0, *new)
     assert_same_bits(cache.append_attend(0, *new), twin.append_attend(0, *new))
+    assert_same_bits(contents(cache), contents(twin))
+
+
+@pytest.mark.parametrize("options", [{}, {"rollback": 40}, {"window": 50}, {"batch": 1}])
+@pytest.mark.parametrize("before", [0, 3, 4, 40, 77, 78, 150])
+@pytest.mark.parametrize("count", [1, 2, 100])
+def test_tokens_whose_attention_fails_are_taken_back(monkeypatch, options, before, count):
+    def failing(*args):
+        raise MemoryError
+
+    batch = options.get("batch", 2)
+    cache, twin = (kv.KVCache(1, 2, 16, recent=10, **{"batch": batch} | options) for _ in range(2))
+    for each in (cache, twin):
+        each.append_attend(0, *tokens(before, batch))
+    for _ in range(3):
+        new = tokens(count, batch)
+        with monkeypatch.context() as patch:
+            patch.setattr(_backend.resolve(), "attend_sequence", failing)
+            with pytest.raises(MemoryError):
+                cache.append_attend(0, *new)
+        assert_same_bits(contents(cache), contents(twin))
+        assert_same_bits(cache.append_attend(0, *new), twin.append_attend(0, *new))
     assert_same_bits(contents(cache), contents(twin))
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from conftest import causal_mask, token_by_token
@@ -20,13 +21,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvcodec as kv
-from kvcodec import _backend, reference
+from kvcodec import _backend, _validate, reference
 from kvcodec.codebook import HEAD_DIMS
 from kvcodec.quantize import LLOYD_MAX_SCALE_RULES, SCALE_DTYPES
 from kvcodec.reference.encode import decode_rotated
 from kvcodec.reference.fwht import factor_order
 from kvcodec.reference.packing import packed_bytes
 from kvcodec.reference.tiles import tile
+from kvcodec.sequence import Layer, Sequence
 from kvcodec.testing import (
     KINDS,
     ORDINARY_KINDS,
@@ -431,35 +433,82 @@ def write_and_read(width, side):
 
 
 @st.composite
-def numbers_of_a_cache(draw):
-    """Numbers that a sequence of a cache and its newest queries may have."""
+def sequences_and_queries(draw):
+    """A sequence of a cache with queries of its newest tokens, and what they see of it."""
+    pick = lambda *choices: draw(st.sampled_from(choices))  # noqa: E731
+    random = rng(draw(short_seeds))
+    block, rollback, window = pick(1, 32, 64), pick(0, 40), pick(None, 1, 50)
+    codecs = [
+        None if name is None else kv.codec(name, block=block, **options).for_side(side)
+        for side, (name, options) in (
+            ("key", pick((None, {}), ("int4", {"center": False, "equalize": False}))),
+            ("value", pick((None, {}), ("int8", {}), ("lm2", {}))),
+        )
+    ]
+    exact = (pick(0, 4), pick(0, 20), block, rollback, window, pick("float32", "bfloat16"), 0)
+    sequence = Sequence(Layer(2, 32, 16, *codecs, *exact))
+    for tokens in (pick(0, 3, 40, 150), pick(1, 70)):
+        before, packed_end = sequence.end, sequence.packed_end
+        k, v = (random.standard_normal((1, 2, tokens, n), dtype=np.float32) for n in (32, 16))
+        sequence.append(k, v, None, reference)
+        appended = packed_end, max(pick(before - packed_end, sequence.end), 0) // block
+        sequence.trim()
+        sequence.evict(draw(st.integers(0, max(sequence.length - exact[0] - 3, 0) // 2)))
+    counts = (count for count in (1, 40, 20, 2, 0) if count <= sequence.length)
+    count = pick(*filter(sequence.can_attend, counts))
+    blocks = pick((sequence.packed_end, 0), appended)
+    return random.standard_normal((1, 4, count, 32), dtype=np.float32), sequence, *blocks
 
-    def number(low, high):
-        return draw(st.integers(low, high))
 
-    sinks, recent = number(0, 4), number(0, 70)
-    block = draw(st.sampled_from((1, 16, 64)))
-    end, evicted = number(0, 400), 0
-    if end > sinks:
-        evicted = number(0, end - sinks)
-    count = number(0, end - evicted)
-    packed_end = sinks + number(0, max(end - sinks, 0) // block) * block
-    limits = [draw(st.sampled_from((0, 1, 30, 1000))) for _ in range(2)]
-    base = number(0, max(packed_end, sinks))
-    blocks = number(0, 9)
-    return (
-        count,
-        end,
-        sinks,
-        evicted,
-        packed_end,
-        blocks,
-        recent,
-        block,
-        draw(st.booleans()),
-        *limits,
-        base,
-    )
+def attend_to_sequence(q, sequence, *blocks):
+    """The same bits as attention over the segments of the reference."""
+    options, found = (0.2, None, 8, 7), []
+    for seen in product((True, False), (None, 1, 30)):
+        result = twin("attend_sequence")(q, sequence, *blocks, *seen, *options)
+        segments = sequence.segments(q.shape[2], *blocks, *seen)
+        assert_same_bits(result, twin("attend")(q, segments, *options))
+        found.append(result[0].shape)
+    return found
+
+
+@st.composite
+def slots_and_tokens(draw):
+    """Exact tokens as they are kept, a slot, and a stretch of other tokens to put there."""
+    x = draw(tensors().filter(lambda x: x.shape[0] == 1))
+    first = draw(st.integers(0, x.shape[2]))
+    stop = draw(st.integers(first, x.shape[2]))
+    slot, left = draw(st.integers(0, 70)), draw(st.integers(0, 2))
+    shape = (1, x.shape[1], slot + stop - first + left, x.shape[3])
+    return np.ones(shape, draw(st.sampled_from((np.float32, np.uint16)))), slot, x, first, stop
+
+
+def count_clean(x):
+    """How many tokens are found in an array, and in what only looks like it."""
+    memory = np.zeros(x.nbytes + 1, np.uint8)
+    unaligned = np.frombuffer(memory[1:].data, np.float32).reshape(x.shape)
+    others = (x.astype(dtype) for dtype in (np.float64, ">f4", np.int32, ml_dtypes.bfloat16))
+    broken = [x.copy() for _ in range(3)]
+    for array, value in zip(broken, (np.nan, -np.inf, -(2.0**100)), strict=True):
+        array.flat[-1:] = value
+    masked, strided = np.ma.masked_array(x), (x[..., ::2], x[..., ::-1], x.T)
+    count, (batch, heads, _, n) = twin("clean_tokens"), x.shape
+    shapes = [
+        (batch, heads, n),
+        (batch + 1, heads, n),
+        (batch, 2 * heads, n),
+        (batch, heads, 2 * n),
+    ]
+    found = [count(x, *shape) for shape in (*shapes, (batch, 1, n))]
+    for y in (x.tolist(), None, x.data, x[0], masked, unaligned, *strided, *others, *broken):
+        found.append(count(y, batch, heads, n))
+        assert found[-1] < 0 or _validate.kv_array(y, "y") is y, "it passes the checks as it is"
+    return found
+
+
+def keep(kept, *rest):
+    kept = kept.copy()
+    twin("keep_tokens")(kept, *rest)
+    return kept
 
 
 TABLE = [
@@ -535,11 +584,13 @@ TABLE = [
         lambda x: twin("largest_magnitude_of")(x),
     ),
     Case(
-        "cache_ranges",
-        ("cache_ranges",),
-        numbers_of_a_cache(),
-        lambda *numbers: twin("cache_ranges")(*numbers),
+        "clean_tokens",
+        ("clean_tokens",),
+        st.tuples(tensors(tokens=(0, 1, 17), kinds=("normal",))),
+        count_clean,
     ),
+    Case("attend_sequence", ("attend_sequence",), sequences_and_queries(), attend_to_sequence),
+    Case("keep_tokens", ("keep_tokens",), slots_and_tokens(), keep),
     *(
         Case(
             f"tiles of {width} bits by {side}",

@@ -1,14 +1,16 @@
-from collections.abc import Sequence
+from collections import abc
 from typing import Any
 
-from numpy import float32, float64, int8, int64, uint8
+from numpy import float32, float64, int8, uint8
 from numpy.typing import NDArray
 
 from kvcodec._segment import Segment
 from kvcodec.codec import Codec
 from kvcodec.encoded import Encoded
+from kvcodec.sequence import Sequence
 
 def largest_magnitude_of(x: NDArray[float32]) -> float: ...
+def clean_tokens(x: object, batch: int, heads: int, head_dim: int) -> int: ...
 def fwht(x: NDArray[float32], out: NDArray[float32]) -> None: ...
 def srht(x: NDArray[float32], signs: NDArray[float32], out: NDArray[float32]) -> None: ...
 def inverse_srht(y: NDArray[float32], signs: NDArray[float32], out: NDArray[float32]) -> None: ...
@@ -65,26 +67,27 @@ def encode(x: NDArray[float32], codec: Codec, weights: NDArray[float32] | None) 
 def decode(encoded: Encoded) -> NDArray[float32]: ...
 def attend(
     q: NDArray[float32],
-    segments: Sequence[Segment],
+    segments: abc.Sequence[Segment],
     scale: float,
     softcap: float | None,
     query_bits: int | None,
     probability_bits: int | None,
 ) -> tuple[NDArray[float32], NDArray[float32]]: ...
-def cache_ranges(
-    count: int,
-    end: int,
-    sinks: int,
-    evicted: int,
+def attend_sequence(
+    q: NDArray[float32],
+    sequence: Sequence,
     packed_end: int,
     most_blocks: int,
-    recent: int,
-    block: int,
     causal: bool,
-    window: int,
-    ring: int,
-    tail_base: int,
-) -> NDArray[int64]: ...
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+    query_bits: int | None,
+    probability_bits: int | None,
+) -> tuple[NDArray[float32], NDArray[float32]]: ...
+def keep_tokens(
+    kept: NDArray[Any], slot: int, x: NDArray[float32], first: int, stop: int
+) -> None: ...
 def scores(
     q: NDArray[float32], keys: NDArray[float32] | Encoded, scale: float, query_bits: int | None
 ) -> NDArray[float32]: ...

@@ -82,22 +82,19 @@ cdef inline void masked_row(const Plan *plan, Py_ssize_t row, Py_ssize_t low, Py
                             float softcap, Work *work) noexcept nogil:
     """Probabilities of a row that sees the tokens low <= t < high of a tile; the others get 0."""
     cdef float *s = work.scores + row * TILE
-    cdef Py_ssize_t t
+    cdef float factor = work.factor[row]
     work.ratio[row] = 1
     if low >= high:
         memset(s, 0, TILE * sizeof(float))
         return
     if work.in_sums:
         products_of_row(plan, row, work)
-    finish_scores(s, work.factor[row], SATURATION)
     if softcap > 0:
+        finish_scores(s, factor, SATURATION)
         cap_scores(s, softcap)
-    for t in range(low):
-        s[t] = -INFINITY
-    for t in range(high, TILE):
-        s[t] = -INFINITY
-    work.ratio[row] = probabilities_of_scores(s, work.part.largest + row,
-                                              work.part.lanes + row * 16)
+        factor = 1
+    work.ratio[row] = probabilities_of_some(s, low, high, factor, SATURATION,
+                                            work.part.largest + row, work.part.lanes + row * 16)
 
 
 cdef inline void softmax_rows(const Unit *unit, Py_ssize_t first, Py_ssize_t tokens,
@@ -281,11 +278,12 @@ cdef inline void fold(const Sums *part, Py_ssize_t accumulator, Py_ssize_t accum
             continue
         factor = 1
         if part.largest[row] > total.largest[row]:
-            ratio = exp_nonpositive(total.largest[row] - part.largest[row])
+            if total.sum[row] > 0:
+                ratio = exp_nonpositive(total.largest[row] - part.largest[row])
+                total.sum[row] = total.sum[row] * ratio
+                for a in range(accumulators):
+                    scale_row(total.values + (a * rows + row) * n, n, ratio)
             total.largest[row] = part.largest[row]
-            total.sum[row] = total.sum[row] * ratio
-            for a in range(accumulators):
-                scale_row(total.values + (a * rows + row) * n, n, ratio)
         else:
             factor = exp_nonpositive(part.largest[row] - total.largest[row])
         total.sum[row] = total.sum[row] + part.sum[row] * factor
@@ -397,26 +395,39 @@ cdef void fold_pieces(const Part *parts, Py_ssize_t count, const Span *spans, Py
     finish_task(parts, count, &task, output, log_sum_exp, &work)
 
 
-def attend(q, segments, double scale, softcap, query_bits, probability_bits):
-    """Attention of q (batch, q_heads, q_len, head_dim) over all segments under one softmax."""
-    cdef Part parts[MOST_SEGMENTS]
-    cdef Py_ssize_t count = len(segments), i, tasks, index, pieces = 1
-    cdef Py_ssize_t thread_bytes, store_bytes = 0
-    cdef int threads
+cdef Options options_of(double scale, softcap, query_bits, probability_bits):
     cdef Options options
-    cdef Shape shape
-    cdef Work unused
-    if count > MOST_SEGMENTS:
-        raise ValueError(f"segments must be at most {MOST_SEGMENTS}, but {count} were given.")
     options.scale = scale
     options.softcap = softcap or 0
     options.integer_query = query_bits is not None
     options.probability_bits = probability_bits or 0
+    return options
+
+
+def attend(q, segments, double scale, softcap, query_bits, probability_bits):
+    """Attention of q (batch, q_heads, q_len, head_dim) over all segments under one softmax."""
+    cdef Part parts[MOST_SEGMENTS]
+    cdef Py_ssize_t count = len(segments), i
+    cdef Options options = options_of(scale, softcap, query_bits, probability_bits)
+    if count > MOST_SEGMENTS:
+        raise ValueError(f"segments must be at most {MOST_SEGMENTS}, but {count} were given.")
     keep = []
+    for i in range(count):
+        parts[i] = part_of(segments[i], keep)
+    return attend_parts(q, parts, count, &options)
+
+
+cdef attend_parts(q, Part *parts, Py_ssize_t count, const Options *options):
+    """What `attend` gives, from segments as plain C; the caller keeps what they point to."""
+    cdef Py_ssize_t batch, q_heads, q_len, n, i, tasks, index, pieces = 1
+    cdef Py_ssize_t thread_bytes, store_bytes = 0
+    cdef int threads
+    cdef Shape shape
+    cdef Work unused
+    batch, q_heads, q_len, n = q.shape
     shape.accumulators = 1
     shape.spans = 0
     for i in range(count):
-        parts[i] = part_of(segments[i], keep)
         shape.spans += most_spans(parts + i)
         if parts[i].values.plan != NULL:
             parts[i].accumulator = shape.accumulators
@@ -431,12 +442,12 @@ def attend(q, segments, double scale, softcap, query_bits, probability_bits):
         seen += spans[i].stop - spans[i].start
 
     shape.kv_heads = parts[0].kv_heads
-    shape.q_len = q.shape[2]
-    shape.repeats = q.shape[1] // shape.kv_heads
+    shape.q_len = q_len
+    shape.repeats = q_heads // shape.kv_heads
     shape.each = max(1, min(shape.q_len, ROWS // shape.repeats))
     shape.slices = (shape.q_len + shape.each - 1) // shape.each
     shape.n = max(parts[0].keys.n, parts[0].values.n)
-    tasks = q.shape[0] * shape.kv_heads * shape.slices
+    tasks = batch * shape.kv_heads * shape.slices
     thread_bytes = carve(NULL, &unused, shape.each * shape.repeats, shape.n, shape.accumulators)
     threads = threads_for(tasks * shape.each * shape.repeats * seen)
     if threads > 1 and 0 < tasks < TASKS_A_THREAD * threads:
@@ -444,25 +455,30 @@ def attend(q, segments, double scale, softcap, query_bits, probability_bits):
     if pieces > 1:
         carve_sums(NULL, &store_bytes, &unused.part, shape.each * shape.repeats, shape.n, 1)
 
-    batch, q_heads = q.shape[0], q.shape[1]
-    output = np.empty((batch, q_heads, shape.q_len, parts[0].values.n), dtype=np.float32)
-    log_sum_exp = np.empty((batch, q_heads, shape.q_len), dtype=np.float32)
-    cdef Memory scratch = Memory(threads * thread_bytes)
-    cdef Memory stored = Memory(tasks * shape.spans * store_bytes)
+    output = empty((batch, q_heads, q_len, parts[0].values.n), float32)
+    log_sum_exp = empty((batch, q_heads, q_len), float32)
+    cdef Py_ssize_t scratch_bytes = threads * thread_bytes
+    cdef Memory scratch = Memory(scratch_bytes + tasks * shape.spans * store_bytes)
     cdef char *base = scratch.start
-    cdef char *store = stored.start
+    cdef char *store = base + scratch_bytes
     cdef const float *source = <const float *> address(q)
     cdef float *target = <float *> address(output)
     cdef float *target_lse = <float *> address(log_sum_exp)
+    if threads == 1:
+        with nogil:
+            for index in range(tasks):
+                attend_task(source, parts, count, spans, index, &shape, options, target,
+                            target_lse, base)
+        return output, log_sum_exp
     if pieces <= 1:
         for index in prange(tasks, nogil=True, num_threads=threads, schedule="dynamic"):
-            attend_task(source, parts, count, spans, index, &shape, &options, target, target_lse,
+            attend_task(source, parts, count, spans, index, &shape, options, target, target_lse,
                         base + thread_bytes * threadid())
         return output, log_sum_exp
     for index in prange(tasks * pieces, nogil=True, num_threads=threads, schedule="dynamic"):
         attend_piece(source, parts, spans, index // pieces,
                      index % pieces * shape.spans // pieces,
-                     (index % pieces + 1) * shape.spans // pieces, &shape, &options, store,
+                     (index % pieces + 1) * shape.spans // pieces, &shape, options, store,
                      store_bytes, base + thread_bytes * threadid())
     for index in prange(tasks, nogil=True, num_threads=threads, schedule="static"):
         fold_pieces(parts, count, spans, index, &shape, store, store_bytes, target, target_lse,

@@ -4,7 +4,15 @@ from functools import lru_cache
 
 import numpy as np
 
-from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.buffer cimport (
+    PyBUF_FORMAT,
+    PyBUF_ND,
+    PyBUF_SIMPLE,
+    PyBUF_STRIDES,
+    PyBuffer_IsContiguous,
+    PyBuffer_Release,
+    PyObject_GetBuffer,
+)
 from cython.parallel cimport prange, threadid
 from libc.math cimport INFINITY, exp, fabsf, frexp, ldexp, log, signbit, sqrt
 from libc.stdint cimport INT64_MAX, int8_t, int16_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t
@@ -12,7 +20,7 @@ from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 
 from kvcodec import _backend
-from kvcodec.reference._numbers import store
+from kvcodec.reference._numbers import LARGEST_MAGNITUDE, store
 from kvcodec.reference.fwht import factor_order, inverse_square_root, paley_matrix
 
 cdef extern from "fetch.h" nogil:
@@ -66,7 +74,8 @@ cdef extern from "softmax.h" nogil:
                           bint centered, float *s)
     void finish_scores(float *s, float factor, float limit)
     void cap_scores(float *s, float cap)
-    float probabilities_of_scores(float *s, float *largest, float *lanes)
+    float probabilities_of_some(float *s, Py_ssize_t low, Py_ssize_t high, float factor,
+                                float limit, float *largest, float *lanes)
     float probabilities_of_products(float *s, float factor, float limit, float *largest,
                                     float *lanes)
     void probabilities_of_sums(const int32_t *sums, const float *scale, const float *query_scale,
@@ -93,6 +102,13 @@ cdef extern from "fold.h" nogil:
     void add_midpoints(const float *p, Py_ssize_t rows, const float *scale,
                        const float *zero_point, float half, float *sums, Py_ssize_t stride,
                        Py_ssize_t count)
+
+
+# A small call would take longer to find these than to use them.
+cdef object ndarray = np.ndarray
+cdef object empty = np.empty
+cdef object float32 = np.dtype(np.float32)
+cdef float LARGEST = LARGEST_MAGNITUDE
 
 
 cdef int threads_for(Py_ssize_t elements):
@@ -220,16 +236,20 @@ cdef float largest_from_the_end(const float *x, Py_ssize_t n) noexcept nogil:
     return largest[0]
 
 
-def largest_magnitude_of(x):
-    """max |x_i| of a float32 array, NaN where it holds one: NaNs have the largest bits of all."""
-    cdef Py_ssize_t size = x.size, share
-    cdef const float *source = <const float *> address(x)
+cdef float largest_of_all(const float *x, Py_ssize_t size):
+    """max |x_i|, NaN where there is one: NaNs have the largest bits of all."""
+    cdef Py_ssize_t share
     cdef int threads = threads_for(size // 4), thread
     if threads == 1:
-        return largest_from_the_end(source, size)
+        return largest_from_the_end(x, size)
     share = size // threads
     cdef float[::1] largest = np.empty(threads, dtype=np.float32)
     for thread in prange(threads, nogil=True, num_threads=threads, schedule="static"):
         largest[thread] = largest_from_the_end(
-            source + thread * share, share if thread < threads - 1 else size - thread * share)
+            x + thread * share, share if thread < threads - 1 else size - thread * share)
     return largest_magnitude(&largest[0], threads)
+
+
+def largest_magnitude_of(x):
+    """max |x_i| of a float32 array, NaN where it holds one."""
+    return largest_of_all(<const float *> address(x), x.size)

@@ -102,6 +102,7 @@ cdef struct Side:
     const void *center_scale
     const float *weights
     const Plan *plan
+    Py_ssize_t heads           # KV heads
     Py_ssize_t tokens
     Py_ssize_t n
     Py_ssize_t token_groups    # groups of tokens
@@ -112,15 +113,10 @@ cdef Side side_of(x, list keep):
     """The pointers of a clean array or an Encoded; x and what goes to keep must stay alive."""
     cdef Side side
     cdef CodecPlan plan
+    if isinstance(x, ndarray):
+        return side_of_array(x)
     memset(&side, 0, sizeof(Side))
-    side.tokens = x.shape[2]
-    side.n = x.shape[3]
-    if isinstance(x, np.ndarray):
-        if x.itemsize == 2:
-            side.bfloat16 = <const uint16_t *> address(x)
-        else:
-            side.exact = <const float *> address(x)
-        return side
+    _, side.heads, side.tokens, side.n = x.shape
     plan = plan_for(x.codec, x.head_dim)
     keep.append(plan)
     side.plan = &plan.plan
@@ -131,6 +127,21 @@ cdef Side side_of(x, list keep):
     side.center_scale = address(x.center_scale)
     side.weights = <const float *> address(x.weights)
     count_groups(&side)
+    return side
+
+
+cdef Side side_of_array(x):
+    """The pointer of exact tokens (batch, kv_heads, tokens, head_dim) and their shape."""
+    cdef Side side
+    cdef Py_buffer view
+    memset(&side, 0, sizeof(Side))
+    PyObject_GetBuffer(x, &view, PyBUF_ND)
+    side.heads, side.tokens, side.n = view.shape[1], view.shape[2], view.shape[3]
+    if view.itemsize == 2:
+        side.bfloat16 = <const uint16_t *> view.buf
+    else:
+        side.exact = <const float *> view.buf
+    PyBuffer_Release(&view)  # the caller keeps x, and with it the memory
     return side
 
 
@@ -145,13 +156,7 @@ cdef Side side_of_page(dict page, CodecPlan plan, Py_ssize_t n):
     memset(&side, 0, sizeof(Side))
     side.n = n
     if plan is None:
-        exact = page["exact"]
-        side.tokens = exact.shape[2]
-        if exact.itemsize == 2:
-            side.bfloat16 = <const uint16_t *> address(exact)
-        else:
-            side.exact = <const float *> address(exact)
-        return side
+        return side_of_array(page["exact"])
     packed = page["packed"]
     side.tokens = packed.shape[2] * TILE
     if plan.plan.code == TRELLIS:

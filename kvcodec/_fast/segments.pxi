@@ -134,30 +134,51 @@ cdef Part part_of(segment, list keep):
     """A segment as plain C; its accumulator is not set."""
     cdef Part part
     keys, values, start, stop, number = segment
-    memset(&part, 0, sizeof(Part))
+    if isinstance(keys, _blocks.Blocks):
+        part = paged_part(keys, values, keep)
+    else:
+        part = array_part(keys, values, number, keep)
     part.start = <const int64_t *> address(start)
     part.stop = <const int64_t *> address(stop)
+    return part
+
+
+cdef Part array_part(keys, values, int64_t number, list keep):
+    """Tokens in two arrays, the first of this number; what queries see is not set."""
+    cdef Part part
+    memset(&part, 0, sizeof(Part))
+    part.keys = side_of(keys, keep)
+    part.values = side_of(values, keep)
+    part.kv_heads = part.keys.heads
     part.number = number
     part.units = 1
-    if not isinstance(keys, _blocks.Blocks):
-        part.kv_heads = keys.shape[1]
-        part.keys = side_of(keys, keep)
-        part.values = side_of(values, keep)
-        if part.keys.tokens != part.values.tokens:
-            raise ValueError("segments must have keys and values of the same tokens.")
-        return part
-    if not isinstance(values, _blocks.Blocks) or keys.units != values.units:
+    if part.keys.tokens != part.values.tokens:
         raise ValueError("segments must have keys and values of the same tokens.")
+    return part
+
+
+cdef Part paged_part(keys, values, list keep):
+    """Tokens in the pages of two Blocks; what queries see is not set.
+
+    Without tokens they are taken for arrays, empty ones.
+    """
+    cdef Part part
+    memset(&part, 0, sizeof(Part))
+    part.kv_heads = keys.heads
+    part.keys.n, part.values.n = keys.head_dim, values.head_dim
+    part.units = keys.units
+    if not isinstance(values, _blocks.Blocks) or part.units != values.units:
+        raise ValueError("segments must have keys and values of the same tokens.")
+    if part.units == 0:
+        return part
     cdef PageTable key_table = pages_of(keys, &part.keys, keep)
     cdef PageTable value_table = pages_of(values, &part.values, keep)
     part.key_pages, part.key_places = key_table.sides, key_table.places
     part.value_pages, part.value_places = value_table.sides, value_table.places
     first, count = keys.first, keys.count
     keep += (first, count)
-    part.kv_heads = keys.heads
     part.first = <const int64_t *> address(first)
     part.count = <const int64_t *> address(count)
-    part.units = keys.units
     return part
 
 

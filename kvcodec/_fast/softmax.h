@@ -98,22 +98,31 @@ static inline void finish_scores(float *s, float factor, float limit)
         store(s + i * LANES, score_of(load(s + i * LANES), factor, limit));
 }
 
+/* Raise the running maximum to the largest lane of `top` where that is far above it, and scale the
+   sums; returns the factor, 1 where nothing is to be scaled. */
+INLINE float raise_largest(vfloat top, float *largest, vfloat *sums)
+{
+    float highest, ratio;
+    if (__builtin_expect(!any_above(top, *largest + SLACK), 1))
+        return 1;
+    highest = largest_lane(top);
+    ratio = *largest > -INFINITY ? exp_nonpositive(*largest - highest) : 1;
+    for (int i = 0; i < SUMS; i++)
+        sums[i] *= ratio;
+    *largest = highest;
+    return ratio;
+}
+
 /* Scores to probabilities p relative to the running maximum `largest`; adds them to 16 sums. Where
-   the maximum is raised, the sums are scaled; returns the factor, 1 where it is not. */
+   the maximum is raised, the sums are scaled; returns the factor, 1 where nothing is to be. */
 INLINE float probabilities_of(vfloat *x, float *largest, float *lanes, float *p)
 {
     vfloat top = x[0], sums[SUMS];
-    float ratio = 1;
+    float ratio;
     memcpy(sums, lanes, sizeof sums);
     for (int i = 1; i < TILE_VECTORS; i++)
         top = LARGEST(top, x[i]);
-    if (__builtin_expect(any_above(top, *largest + SLACK), 0)) {
-        const float highest = largest_lane(top);
-        ratio = exp_nonpositive(*largest - highest);
-        for (int i = 0; i < SUMS; i++)
-            sums[i] *= ratio;
-        *largest = highest;
-    }
+    ratio = raise_largest(top, largest, sums);
     for (int i = 0; i < TILE_VECTORS; i++) {
         x[i] = exp_lanes(x[i] - *largest);
         store(p + i * LANES, x[i]);
@@ -123,12 +132,38 @@ INLINE float probabilities_of(vfloat *x, float *largest, float *lanes, float *p)
     return ratio;
 }
 
-static float probabilities_of_scores(float *s, float *largest, float *lanes)
+#define LANE(i, h) (i)
+
+/* Minus infinity where a token, the first of which has this number, is not low <= t < high. */
+INLINE vfloat where_seen(vfloat x, Py_ssize_t number, Py_ssize_t low, Py_ssize_t high)
 {
-    vfloat x[TILE_VECTORS];
-    for (int i = 0; i < TILE_VECTORS; i++)
-        x[i] = load(s + i * LANES);
-    return probabilities_of(x, largest, lanes, s);
+    const vint token = (vint){LIST(LANE, 0)} + (int32_t)number;
+    const vint seen = (token >= (int32_t)low) & (token < (int32_t)high);
+    return (vfloat)((seen & (vint)x) | (~seen & (vint)every(-INFINITY)));
+}
+
+/* Products to probabilities where only the tokens low <= t < high of a tile are seen; the others get
+   0, and vectors without any token that is seen cost nothing more. */
+static float probabilities_of_some(float *s, Py_ssize_t low, Py_ssize_t high, float factor,
+                                   float limit, float *largest, float *lanes)
+{
+    vfloat x[TILE_VECTORS], sums[SUMS], top = every(-INFINITY);
+    const Py_ssize_t first = low / LANES, last = (high - 1) / LANES;
+    float ratio;
+    memcpy(sums, lanes, sizeof sums);
+    for (Py_ssize_t i = first; i <= last; i++) {
+        x[i] = score_of(load(s + i * LANES), factor, limit);
+        x[i] = where_seen(x[i], i * LANES, low, high);
+        top = LARGEST(top, x[i]);
+    }
+    ratio = raise_largest(top, largest, sums);
+    for (int i = 0; i < TILE_VECTORS; i++) {
+        x[i] = first <= i && i <= last ? exp_lanes(x[i] - *largest) : every(0);
+        store(s + i * LANES, x[i]);
+    }
+    add_tile(x, sums);
+    memcpy(lanes, sums, sizeof sums);
+    return ratio;
 }
 
 static float probabilities_of_products(float *s, float factor, float limit, float *largest,

@@ -21,14 +21,15 @@ from kvcodec.reference.srht import inverse_srht, srht
 from kvcodec.reference.symmetric import dequantize_symmetric, quantize_symmetric
 from kvcodec.reference.tiles import read_tiles, write_tiles
 from kvcodec.reference.trellis import dequantize_trellis, quantize_trellis
-from kvcodec.reference.window import cache_ranges
+from kvcodec.reference.window import attend_sequence, clean_tokens, keep_tokens
 
 __all__ = [
     "attend",
+    "attend_sequence",
     "block_means",
-    "cache_ranges",
     "center_blocks",
     "channel_energy",
+    "clean_tokens",
     "decode",
     "dequantize_asymmetric",
     "dequantize_lloyd_max",
@@ -37,6 +38,7 @@ __all__ = [
     "encode",
     "fwht",
     "inverse_srht",
+    "keep_tokens",
     "largest_magnitude_of",
     "merge",
     "pack",

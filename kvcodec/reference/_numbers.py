@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 SMALLEST_NORMAL = np.float32(2.0**-126)
+LARGEST_MAGNITUDE = 2.0**100  # of what functions are given
 
 
 def largest_magnitude_of(x: np.ndarray) -> float:

@@ -22,8 +22,17 @@ References
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
+
+from kvcodec.reference._numbers import (
+    LARGEST_MAGNITUDE,
+    largest_magnitude_of,
+    round_to_bfloat16,
+    store,
+)
+from kvcodec.reference.attention import attend
 
 
 def packed_tokens(tokens: np.ndarray | int, sinks: int, recent: int, block: int) -> np.ndarray:
@@ -88,3 +97,49 @@ def cache_ranges(
         [np.maximum(start, body_end) - tail_base, stop - tail_base],
     ]
     return np.array(ranges)[:, :, None]
+
+
+def clean_tokens(x: object, batch: int, heads: int, head_dim: int) -> int:
+    """How many tokens an array (batch, heads or a multiple, tokens, head_dim) is of.
+
+    -1 of anything but a C-contiguous, aligned float32 array of this shape, with at least one token,
+    whose values are below 2^100 in magnitude.
+    """
+    if type(x) is not np.ndarray or x.dtype != np.float32 or x.ndim != 4 or x.size == 0:
+        return -1
+    if not x.flags.c_contiguous or not x.flags.aligned:
+        return -1
+    if x.shape[0] != batch or x.shape[1] % heads or x.shape[3] != head_dim:
+        return -1
+    return x.shape[2] if largest_magnitude_of(x) < LARGEST_MAGNITUDE else -1
+
+
+def attend_sequence(
+    q: np.ndarray,
+    sequence: Any,
+    packed_end: int,
+    most_blocks: int,
+    causal: bool,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+    query_bits: int | None,
+    probability_bits: int | None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Attention of the newest queries (1, q_heads, q_len, head_dim) of a sequence of a cache.
+
+    `packed_end` and `most_blocks` are those of `cache_ranges`, the rest those of `attend`.
+    """
+    segments = sequence.segments(q.shape[2], packed_end, most_blocks, causal, window)
+    return attend(q, segments, scale, softcap, query_bits, probability_bits)
+
+
+def keep_tokens(kept: np.ndarray, slot: int, x: np.ndarray, first: int, stop: int) -> None:
+    """Put the tokens first <= t < stop of x (1, heads, tokens, dim) into slots of `kept`.
+
+    They are kept as they are, or rounded to the nearest bfloat16 where `kept` is of uint16.
+    """
+    new = x[:, :, first:stop]
+    if kept.dtype == np.uint16:
+        new = store(round_to_bfloat16(new), "bfloat16")
+    kept[:, :, slot : slot + stop - first] = new
