@@ -4,7 +4,7 @@ of tiles of the matrix unit, and of what is expanded at a time.
 
 import numpy as np
 import pytest
-from cache_cases import EVERY
+from cache_cases import EVERY, FLOATS
 
 import kvcodec as kv
 from kvcodec.testing import assert_same_bits
@@ -87,3 +87,26 @@ def test_trellis_tiles_hold_the_codes_of_rows(name, head_dim):
 @pytest.mark.parametrize("name", ["int4", "kivi4 32", "kivi2 32"])
 def test_any_number_of_tokens(name, bits, tokens):
     assert_levels_agree(name, 128, 4, tokens + 1, probability_bits=bits)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 9])
+@pytest.mark.parametrize("name", ["int8", "int4", "int3", "int2", "lm4", "kivi4"])
+def test_float_products_of_any_number_of_rows(name, rows):
+    assert_levels_agree(name, 64, rows, 200, **FLOATS)
+
+
+@pytest.mark.parametrize("head_dim", [1, 17, 20, 80, 200, 260])
+@pytest.mark.parametrize("name", ["int8", "int4", "int3", "int2"])
+def test_float_products_of_any_head_dim(name, head_dim):
+    for rows in (4, 7):
+        assert_levels_agree(name, head_dim, rows, 150, **FLOATS)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "int3", "int2", "lm3", "tcq4"])
+def test_float_products_of_a_row_do_not_depend_on_the_others(name):
+    q = np.random.default_rng(0).standard_normal((1, 7, 1, 80), dtype=np.float32)
+    for level in LEVELS:
+        with level.context():
+            cache = filled(name, 80, 150, **FLOATS)
+            alone = [cache.attend(0, q[:, row : row + 1]) for row in range(7)]
+            assert_same_bits(cache.attend(0, q), np.concatenate(alone, axis=1))

@@ -178,18 +178,18 @@ cdef inline void look_ahead(const Unit *units, Py_ssize_t tile, bint second,
             fetch.tiles[2 + i] = fetched_tile(unit.values, unit.value_head, tile, second)
 
 
-cdef inline float bytes_of_products(const Side *side) noexcept nogil:
-    """What dot_lanes reads of a tile in pages: codes, or the levels of a trellis code."""
-    if side.tile_bytes == 0:
+cdef inline float bytes_of_products(const Side *side, bint integers) noexcept nogil:
+    """What is multiplied of a tile in pages: codes, or the levels of a trellis code."""
+    if side.tile_bytes == 0 or side.plan.code == ASYMMETRIC and not integers:
         return 0
     return tile_size(side.n, side.plan.dot_width, side.plan.values)
 
 
 cdef inline void share_fetching(const Unit *unit, const Options *options,
                                 Fetch *fetch) noexcept nogil:
-    """Spread what is fetched over the bytes that integer products read."""
-    cdef float read = ((bytes_of_products(unit.keys) if options.integer_query else 0)
-                       + (bytes_of_products(unit.values) if options.probability_bits else 0))
+    """Spread what is fetched over the bytes that products read."""
+    cdef float read = (bytes_of_products(unit.keys, options.integer_query)
+                       + bytes_of_products(unit.values, options.probability_bits > 0))
     memset(fetch, 0, sizeof(Fetch))
     if read > 0:
         fetch.share[0] = unit.keys.tile_bytes / (2 * read)

@@ -63,8 +63,6 @@ cdef extern from "simd.h" nogil:
 
 cdef extern from "softmax.h" nogil:
     void widen_bfloat16(const uint16_t *x, Py_ssize_t count, float *out)
-    void scale_levels(const uint8_t *codes, Py_ssize_t n, const int8_t *table, uint8_t offset,
-                      float scale, float *out)
     void float_dots(const float *tokens, Py_ssize_t count, Py_ssize_t n, const float *rows,
                     Py_ssize_t stride, Py_ssize_t row_count, float *out, Py_ssize_t out_stride)
     void add_scaled_tokens(const float *tokens, Py_ssize_t count, Py_ssize_t n,
@@ -72,6 +70,7 @@ cdef extern from "softmax.h" nogil:
                            float *sums, Py_ssize_t sums_stride)
     void products_of_sums(const int32_t *sums, const float *scale, float query_scale, float center,
                           bint centered, float *s)
+    void scale_products(float *s, const float *scale, float center, bint centered)
     void finish_scores(float *s, float factor, float limit)
     void cap_scores(float *s, float cap)
     float probabilities_of_some(float *s, Py_ssize_t low, Py_ssize_t high, float factor,
@@ -152,20 +151,6 @@ cdef inline float sum_of_16(float *lane) noexcept nogil:
     for i in range(4):
         lane[i] = lane[i] + lane[i + 4]
     return (lane[0] + lane[2]) + (lane[1] + lane[3])
-
-
-cdef inline float dot_16(const float *a, const float *b, Py_ssize_t n) noexcept nogil:
-    """Dot product in 16 lanes of float32."""
-    cdef float lane[16]
-    cdef Py_ssize_t i, j
-    for j in range(16):
-        lane[j] = 0
-    for i in range(0, n - 15, 16):
-        for j in range(16):
-            lane[j] = lane[j] + a[i + j] * b[i + j]
-    for j in range(n - n % 16, n):
-        lane[j % 16] = lane[j % 16] + a[j] * b[j]
-    return sum_of_16(lane)
 
 
 cdef inline float load_scale(const void *stored, Py_ssize_t index, bint bfloat16) noexcept nogil:

@@ -1,5 +1,6 @@
-/* Products of float32 tokens: scores and value sums of exact tokens, and of packed ones whose query
-   or probabilities stay in floats. Everything is fused multiply-adds in a fixed order. */
+/* Products of float32 tokens: scores and value sums of exact tokens, and of those of an asymmetric
+   code whose query or probabilities stay in floats. Everything is fused multiply-adds in a fixed
+   order. */
 
 #ifndef KVCODEC_FLOATS_H
 #define KVCODEC_FLOATS_H
@@ -219,50 +220,6 @@ static inline void widen_bfloat16(const uint16_t *x, Py_ssize_t count, float *ou
     uint32_t *bits = (uint32_t *)out;
     for (Py_ssize_t i = 0; i < count; i++)
         bits[i] = (uint32_t)x[i] << 16;
-}
-
-typedef uint8_t bytes_16 __attribute__((vector_size(16)));
-
-/* Codes below 16 to their levels. */
-INLINE bytes_16 look_up(bytes_16 levels, bytes_16 codes)
-{
-#if defined(__SSSE3__)
-    return (bytes_16)_mm_shuffle_epi8((__m128i)levels, (__m128i)codes);
-#elif defined(__aarch64__)
-    return (bytes_16)vqtbl1q_u8((uint8x16_t)levels, (uint8x16_t)codes);
-#else
-    for (int i = 0; i < 16; i++)
-        codes[i] = levels[codes[i]];
-    return codes;
-#endif
-}
-
-INLINE void store_scaled(bytes_16 levels, float scale, float *out)
-{
-#if LANES == 16
-    store(out, (vfloat)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)levels)) * scale);
-#else
-    int8_t level[16];
-    memcpy(level, &levels, sizeof level);
-    for (int i = 0; i < 16; i++)
-        out[i] = level[i] * scale;
-#endif
-}
-
-/* out[i] = level of codes[i] * scale: from a table of 16, or codes[i] - offset without one. */
-static void scale_levels(const uint8_t *codes, Py_ssize_t n, const int8_t *table, uint8_t offset,
-                         float scale, float *out)
-{
-    bytes_16 levels = {0}, x;
-    Py_ssize_t i = 0;
-    if (table)
-        memcpy(&levels, table, sizeof levels);
-    for (; i + 16 <= n; i += 16) {
-        memcpy(&x, codes + i, sizeof x);
-        store_scaled(table ? look_up(levels, x) : x - offset, scale, out + i);
-    }
-    for (; i < n; i++)
-        out[i] = (table ? table[codes[i]] : (int8_t)(codes[i] - offset)) * scale;
 }
 
 #endif

@@ -2,7 +2,8 @@
 # once for a segment. The codes of a tile of 64 tokens are read once for all query rows of a task;
 # a score is an integer sum (dot.h) and two multiplications. A block's center adds an integer
 # product with the query in 15 bits; groups of tokens (KIVI) fold their scales into the query and
-# round it again for each group. Exact tokens, and all tokens if the query stays in floats, are
+# round it again for each group. A query that stays in floats is multiplied with the levels of the
+# same tiles (dot_floats.h). Exact tokens, and those with groups if the query stays in floats, are
 # brought to float32 in the cache and multiplied in 16 lanes of fused multiply-adds.
 
 cdef enum:
@@ -33,7 +34,7 @@ cdef struct Work:
     Py_ssize_t n
     Py_ssize_t depth           # n up to a multiple of DEPTH
     float *query               # (rows, n): without its power of two
-    float *rotated             # (rows, n): weighted and rotated like the keys
+    float *rotated             # (rows, depth): weighted and rotated like the keys
     float *factor              # (rows): turns products into scores
     int8_t *rounded            # (rows, depth)
     float *rounded_scale       # (rows)
@@ -56,7 +57,7 @@ cdef struct Work:
     float *step                # (rows): of the rounded weights
     float *row                 # (n)
     float *middle              # (n): midpoints of a group
-    float *products            # (FOLD_ROWS, n): of rows with the scales of a group
+    float *products            # (FOLD_ROWS, depth): of rows with the scales of a group
     int8_t *folded             # (rows, depth): query times the scales of a group
     float *folded_scale        # (rows)
     int32_t *folded_sum        # (rows)
@@ -86,7 +87,7 @@ cdef Py_ssize_t carve(char *base, Work *work, Py_ssize_t rows, Py_ssize_t n,
     work.tile_rows = 0
     memset(&work.fetch, 0, sizeof(Fetch))
     work.query = <float *> take(base, &at, rows * n * 4)
-    work.rotated = <float *> take(base, &at, rows * n * 4)
+    work.rotated = <float *> take(base, &at, rows * depth * 4)
     work.factor = <float *> take(base, &at, rows * 4)
     work.rounded = <int8_t *> take(base, &at, rows * depth)
     work.rounded_scale = <float *> take(base, &at, rows * 4)
@@ -108,7 +109,7 @@ cdef Py_ssize_t carve(char *base, Work *work, Py_ssize_t rows, Py_ssize_t n,
     work.step = <float *> take(base, &at, rows * 4)
     work.row = <float *> take(base, &at, n * 4)
     work.middle = <float *> take(base, &at, n * 4)
-    work.products = <float *> take(base, &at, FOLD_ROWS * n * 4)
+    work.products = <float *> take(base, &at, FOLD_ROWS * depth * 4)
     work.folded = <int8_t *> take(base, &at, rows * depth)
     work.folded_scale = <float *> take(base, &at, rows * 4)
     work.folded_sum = <int32_t *> take(base, &at, rows * 4)
@@ -178,12 +179,13 @@ cdef inline void prepare_row(const Side *keys, Py_ssize_t kv_head, Py_ssize_t ro
     cdef const Plan *plan = keys.plan
     cdef Py_ssize_t n = keys.n
     cdef float *query = work.query + row * work.n
-    cdef float *rotated = work.rotated + row * work.n
+    cdef float *rotated = work.rotated + row * work.depth
     if keys.weights != NULL:
         divide(query, keys.weights + kv_head * n, n, rotated)
     else:
         memcpy(rotated, query, n * sizeof(float))
     rotate_row(rotated, plan, work.row)
+    memset(rotated + n, 0, (work.depth - n) * sizeof(float))
     if options.integer_query:
         if not plan.by_token:
             work.rounded_scale[row] = round_query_row(
@@ -198,29 +200,19 @@ cdef inline Py_ssize_t tile_offset(const Side *side, Py_ssize_t head,
     return (head * (side.tokens // TILE) + tile) * side.tile_bytes
 
 
-cdef inline void trellis_codes(const Side *side, Py_ssize_t head, Py_ssize_t first,
-                               Py_ssize_t tokens, uint8_t *codes) noexcept nogil:
-    """Write the levels of a tile of a trellis code, plus 128, to codes (tokens, n)."""
-    cdef const Plan *plan = side.plan
-    cdef Py_ssize_t t
-    if side.tile_bytes:
-        stream_levels(side.packed + tile_offset(side, head, first // TILE), tokens, plan.n,
-                      plan.bits, plan.values, plan.trellis.trellis.biased, codes)
-        return
-    for t in range(tokens):
-        trellis_row_levels(side.packed + (head * side.tokens + first + t) * plan.row_bytes, plan.n,
-                           plan.bits, plan.trellis.trellis.biased, codes + t * plan.n)
-
-
 cdef inline const uint8_t *trellis_tile(const Side *side, Py_ssize_t head, Py_ssize_t first,
                                         Py_ssize_t tokens, Work *work) noexcept nogil:
     """The 8-bit tile of a trellis code, made in the cache."""
     cdef const Plan *plan = side.plan
+    cdef Py_ssize_t t
     if side.tile_bytes:
         expand_stream_tile(side.packed + tile_offset(side, head, first // TILE), plan.n,
                            plan.values, &plan.trellis.trellis, work.tile)
     else:
-        trellis_codes(side, head, first, tokens, work.codes)
+        for t in range(tokens):
+            trellis_row_levels(side.packed + (head * side.tokens + first + t) * plan.row_bytes,
+                               plan.n, plan.bits, plan.trellis.trellis.biased,
+                               work.codes + t * plan.n)
         pack_tile(work.codes, tokens, plan.n, 8, plan.values, work.tile)
     return work.tile
 
@@ -246,41 +238,34 @@ cdef inline const uint8_t *tile_at(const Side *side, Py_ssize_t head, Py_ssize_t
 
 cdef inline void dequantize_row(const Side *side, Py_ssize_t head, Py_ssize_t t,
                                 const uint8_t *codes, float *out) noexcept nogil:
-    """A token from its codes; rotated and without its center."""
+    """A token of an asymmetric code from its codes."""
     cdef const Plan *plan = side.plan
     cdef Py_ssize_t n = plan.n, c, at = head * side.tokens + t, group, size = plan.group_size
-    cdef uint8_t half = 1 << (plan.dot_width - 1)
     cdef float scale, zero
-    if plan.code == ASYMMETRIC:
-        if plan.by_token:
-            at = (head * side.token_groups + t // size) * n
-            for c in range(n):
-                scale = load_scale(side.scale, at + c, plan.bfloat16)
-                out[c] = load_scale(side.zero_point, at + c, plan.bfloat16) + codes[c] * scale
-            return
-        for group in range(plan.groups):
-            scale = load_scale(side.scale, at * plan.groups + group, plan.bfloat16)
-            zero = load_scale(side.zero_point, at * plan.groups + group, plan.bfloat16)
-            for c in range(group * size, min((group + 1) * size, n)):
-                out[c] = zero + codes[c] * scale
+    if plan.by_token:
+        at = (head * side.token_groups + t // size) * n
+        for c in range(n):
+            scale = load_scale(side.scale, at + c, plan.bfloat16)
+            out[c] = load_scale(side.zero_point, at + c, plan.bfloat16) + codes[c] * scale
         return
-    scale = fabsf(load_scale(side.scale, at, plan.bfloat16))
-    scale_levels(codes, n, plan.table, half, scale, out)
+    for group in range(plan.groups):
+        scale = load_scale(side.scale, at * plan.groups + group, plan.bfloat16)
+        zero = load_scale(side.zero_point, at * plan.groups + group, plan.bfloat16)
+        for c in range(group * size, min((group + 1) * size, n)):
+            out[c] = zero + codes[c] * scale
 
 
 cdef inline void dequantize_tile(const Side *side, Py_ssize_t head, Py_ssize_t first,
                                  Py_ssize_t tokens, Work *work) noexcept nogil:
-    """Write the tokens of a tile to work.tokens, rotated and without their center."""
+    """Write the tokens of a tile of an asymmetric code to work.tokens."""
     cdef const Plan *plan = side.plan
     cdef Py_ssize_t n = plan.n, t, at
-    if plan.code == TRELLIS:
-        trellis_codes(side, head, first, tokens, work.codes)
-    elif side.tile_bytes:
+    if side.tile_bytes:
         unpack_tile(tile_at(side, head, first, tokens, work), tokens, n, plan.width, plan.values,
                     work.codes)
     for t in range(tokens):
         at = head * side.tokens + first + t
-        if not side.tile_bytes and plan.code != TRELLIS:
+        if not side.tile_bytes:
             unpack_row(side.packed + at * plan.row_bytes, n, plan.width, CODES,
                        <int8_t *> work.codes + t * n)
         dequantize_row(side, head, first + t, work.codes + t * n, work.tokens + t * n)
@@ -312,8 +297,9 @@ cdef inline void multiply_center(const Side *keys, Py_ssize_t block, Py_ssize_t 
         return
     for c in range(n):
         work.row[c] = center[c]
+    float_dots(work.row, 1, n, work.query, work.n, rows, work.center, 1)
     for row in range(rows):
-        work.center[row] = dot_16(work.query + row * work.n, work.row, n) * scale
+        work.center[row] = work.center[row] * scale
 
 
 cdef inline void add_where_centered(float *s, const float *scale, float product,
@@ -383,6 +369,23 @@ cdef inline void products_per_token(const Side *keys, const uint8_t *tile, Py_ss
         add_centers(keys, head, first, tokens, rows, options, work)
 
 
+cdef inline void float_products_per_token(const Side *keys, const uint8_t *tile, Py_ssize_t head,
+                                          Py_ssize_t first, Py_ssize_t tokens, Py_ssize_t rows,
+                                          const Options *options, Work *work) noexcept nogil:
+    cdef const Plan *plan = keys.plan
+    cdef bint one_center = plan.center and plan.block % TILE == 0
+    cdef Py_ssize_t row
+    memset(work.scores, 0, rows * TILE * sizeof(float))
+    float_lanes(tile, TILE // GROUP, TILE, chunks_of(plan.n, plan.dot_width), plan.dot_width,
+                plan.table, work.rotated, work.depth, rows, work.scores, TILE, fetch_of(work))
+    if one_center:
+        multiply_center(keys, head * keys.blocks + block_of(first, plan), rows, options, work)
+    for row in range(rows):
+        scale_products(work.scores + row * TILE, work.scale, work.center[row], one_center)
+    if plan.center and not one_center:
+        add_centers(keys, head, first, tokens, rows, options, work)
+
+
 cdef inline void products_of_row(const Plan *plan, Py_ssize_t row, Work *work) noexcept nogil:
     """Turn integer sums into products."""
     products_of_sums(work.sums + row * TILE, work.scale, work.rounded_scale[row],
@@ -396,7 +399,7 @@ cdef inline void fold_group(const Side *keys, Py_ssize_t at, Py_ssize_t rows,
     cdef float *scale = work.tokens
     load_group(keys.scale, keys.zero_point, at, plan.n, plan.bfloat16, 1 << (plan.bits - 1), scale,
                work.middle)
-    fold_rows(work.rotated, work.n, rows, scale, work.middle, plan.n, work.depth, work.products,
+    fold_rows(work.rotated, work.depth, rows, scale, work.middle, plan.n, work.depth, work.products,
               work.folded, work.folded_scale, work.folded_sum, work.offset)
 
 
@@ -443,13 +446,14 @@ cdef inline void multiply_tile(const Side *keys, Py_ssize_t head, Py_ssize_t fir
     work.in_sums = False
     if plan != NULL and not plan.by_token:
         load_scales(keys, head * keys.tokens + first, tokens, work.scale)
-    if plan == NULL or not options.integer_query:
+    if plan == NULL or plan.code == ASYMMETRIC and not options.integer_query:
         token = floats_at(keys, head, first, tokens, work)
         float_dots(token + work.low * n, work.high - work.low, n,
-                   work.query if plan == NULL else work.rotated, work.n, rows,
-                   work.scores + work.low, TILE)
-        if plan != NULL and plan.center:
-            add_centers(keys, head, first, tokens, rows, options, work)
+                   work.query if plan == NULL else work.rotated,
+                   work.n if plan == NULL else work.depth, rows, work.scores + work.low, TILE)
+    elif not options.integer_query:
+        float_products_per_token(keys, tile_at(keys, head, first, tokens, work), head, first,
+                                 tokens, rows, options, work)
     elif plan.by_token:
         products_per_group(keys, tile_at(keys, head, first, tokens, work), head, first, tokens,
                            rows, work)

@@ -80,6 +80,16 @@ static inline void products_of_sums(const int32_t *sums, const float *scale, flo
     }
 }
 
+/* The same from products with levels, in place. */
+static inline void scale_products(float *s, const float *scale, float center, int centered)
+{
+    for (int i = 0; i < TILE_VECTORS; i++) {
+        const vfloat signed_scale = load(scale + i * LANES);
+        const vfloat x = load(s + i * LANES) * magnitude(signed_scale);
+        store(s + i * LANES, centered ? add_center(x, signed_scale, center) : x);
+    }
+}
+
 /* cap * tanh(s / cap), with tanh from exp(-2 |x|) - 1, which does not cancel. */
 static inline void cap_scores(float *s, float cap)
 {

@@ -25,6 +25,12 @@ cdef extern from "dot.h" nogil:
     Py_ssize_t amx_begin(Py_ssize_t rows)
     void amx_end(Py_ssize_t tile_rows)
 
+cdef extern from "dot_floats.h" nogil:
+    void float_lanes(const uint8_t *packed, Py_ssize_t stride_groups, Py_ssize_t lanes,
+                     Py_ssize_t chunks, int bits, const int8_t *table, const float *weights,
+                     Py_ssize_t weights_stride, Py_ssize_t rows, float *sums,
+                     Py_ssize_t sums_stride, Fetch *fetch)
+
 cdef enum:
     TILE = 64
     GROUP = 16                 # lanes of a group

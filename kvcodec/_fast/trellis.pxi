@@ -17,8 +17,6 @@ cdef extern from "trellis.h" nogil:
 
 cdef extern from "trellis_tiles.h" nogil:
     Py_ssize_t stream_tile_bytes(Py_ssize_t n, int bits, bint values)
-    void stream_levels(const uint8_t *tile, Py_ssize_t tokens, Py_ssize_t n, int bits,
-                       bint values, const uint8_t *table, uint8_t *out)
     void expand_stream_tile(const uint8_t *tile, Py_ssize_t n, bint values,
                             const Trellis *trellis, uint8_t *out)
 

@@ -24,30 +24,6 @@ static Py_ssize_t stream_tile_bytes(Py_ssize_t n, int bits, int values)
     return TILE_TOKENS * (values ? row_bytes : (row_bytes + 3) / 4 * 4);
 }
 
-/* The row of a token. */
-static void stream_row(const uint8_t *tile, Py_ssize_t t, Py_ssize_t n, int bits, int values,
-                       uint8_t *row)
-{
-    const Py_ssize_t row_bytes = (n * bits + 7) / 8;
-    if (values)
-        for (Py_ssize_t i = 0; i < row_bytes; i++)
-            row[i] = tile[(t / 4 * row_bytes + i) * 4 + t % 4];
-    else
-        for (Py_ssize_t i = 0; i < row_bytes; i += 4)
-            memcpy(row + i, tile + i * TILE_TOKENS + t * 4, 4);
-}
-
-/* The levels of tokens of a tile, (tokens, n), by a table of bytes. */
-static void stream_levels(const uint8_t *tile, Py_ssize_t tokens, Py_ssize_t n, int bits,
-                          int values, const uint8_t *table, uint8_t *out)
-{
-    uint8_t row[512];
-    for (Py_ssize_t t = 0; t < tokens; t++) {
-        stream_row(tile, t, n, bits, values, row);
-        trellis_row_levels(row, n, bits, table, out + t * n);
-    }
-}
-
 #if DOT_WIDTH == 64
 
 typedef struct { dot_bytes low, high; } Half_table;

@@ -1,8 +1,9 @@
 # Value sums. The weights of a tile of 64 tokens are rounded to integers of 7 bits, or of two 7-bit
 # digits, relative to the largest of their row; the codes of the values are read once for all query
 # rows, their levels are summed as integers (dot.h), and the sums go into the float accumulators
-# once a tile. Exact values, and all values if the probabilities stay in floats, are added up token
-# by token with fused multiply-adds.
+# once a tile. Probabilities that stay in floats are multiplied with the scales and then with the
+# levels of the same tiles (dot_floats.h). Exact values, and those with groups if the probabilities
+# stay in floats, are added up token by token with fused multiply-adds.
 
 cdef inline void add_integer_values(const Side *values, const uint8_t *tile, Py_ssize_t start,
                                     Py_ssize_t stop, Py_ssize_t rows, int bits, float *sums,
@@ -24,6 +25,17 @@ cdef inline void add_integer_values(const Side *values, const uint8_t *tile, Py_
         lane += TILE
 
 
+cdef inline void add_float_values(const Side *values, const uint8_t *tile, Py_ssize_t rows,
+                                  float *sums, Work *work) noexcept nogil:
+    """sums += (probability * scale) . levels, for all channels; turns work.scores into weights."""
+    cdef const Plan *plan = values.plan
+    cdef Py_ssize_t row
+    for row in range(rows):
+        multiply(work.scores + row * TILE, work.scale, TILE, work.scores + row * TILE)
+    float_lanes(tile, groups_of(plan.n), plan.n, chunks_of(TILE, plan.dot_width), plan.dot_width,
+                plan.table, work.scores, TILE, rows, sums, work.n, fetch_of(work))
+
+
 cdef inline void add_values(const Side *values, Py_ssize_t head, Py_ssize_t first,
                             Py_ssize_t tokens, Py_ssize_t rows, int bits, float *sums,
                             Work *work) noexcept nogil:
@@ -34,7 +46,7 @@ cdef inline void add_values(const Side *values, Py_ssize_t head, Py_ssize_t firs
     cdef const float *token
     cdef float *scale = work.scale
     cdef float *zero_point = NULL
-    if plan == NULL or bits == 0:
+    if plan == NULL or bits == 0 and plan.code == ASYMMETRIC:
         token = floats_at(values, head, first, tokens, work)
         add_scaled_tokens(token + work.low * n, work.high - work.low, n, work.scores + work.low,
                           TILE, rows, sums, work.n)
@@ -47,6 +59,9 @@ cdef inline void add_values(const Side *values, Py_ssize_t head, Py_ssize_t firs
         load_channel_groups(values.zero_point, at, plan.groups, tokens, plan.bfloat16, zero_point)
     else:
         load_scales(values, at, tokens, work.scale)
+    if bits == 0:
+        add_float_values(values, tile, rows, sums, work)
+        return
     for group in range(plan.groups):
         start = group * plan.group_size
         stop = min(start + plan.group_size, n)
