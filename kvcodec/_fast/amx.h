@@ -1,10 +1,10 @@
 /* Integer dot products by AMX, which multiplies 16 rows of 64 bytes with 64 rows of 16 columns in
    one instruction: weights from the left and, as a chunk of 8-bit codes lies in memory just as a
    right-hand tile wants it, four elements of a lane a dword, bytes from the right. Narrower codes
-   are brought to 8 bits in a buffer in the first-level cache, up to 256 elements before they are
-   multiplied: a tile that is loaded right after it was written waits. With few rows the time is that
-   of expanding and loading, so all rows of a task, up to 16 at a time, come for little more than
-   one.
+   are brought to 8 bits in a buffer in the first-level cache. A tile that is loaded right after it
+   was written waits: so each part of 64 elements is multiplied after the next one was expanded. With
+   few rows the time is that of expanding and of an instruction's 16 cycles, so all rows of a task, up
+   to 16 at a time, come for little more than one; more rows take up to 256 elements in turn.
 
    A thread configures its tiles for a number of rows (amx_begin) before it multiplies and releases
    them at the end (amx_end). */
@@ -20,7 +20,7 @@ enum {
     AMX_ROWS = 16,
     AMX_STEPS = 16,        /* dwords of a row of weights, rows of a right-hand tile */
     AMX_ELEMENTS = 4 * AMX_STEPS,
-    AMX_PARTS = 4,         /* parts of so many elements that are kept as bytes */
+    AMX_PARTS = 4,         /* parts of so many elements that blocks of rows take in turn */
     AMX_PART_BYTES = AMX_STEPS * 4 * VECTOR_BYTES
 };
 
@@ -114,76 +114,144 @@ LANES_INLINE void amx_multiply(const int8_t *weights, Py_ssize_t stride, const u
 #undef MULTIPLY
 }
 
-/* A part of the depth from a chunk on as bytes, what is missing being zeros. Whole parts of 8-bit
-   codes are taken where they are. */
-LANES_INLINE const uint8_t *amx_bytes(const dot_job *job, Py_ssize_t first, const int bits,
-                                      const int groups, uint8_t *buffer, Py_ssize_t *row_bytes)
+/* Some of the depth of a product as bytes, in parts of AMX_ELEMENTS. */
+typedef struct {
+    const Product *product;
+    Py_ssize_t first;      /* chunk */
+    int parts, begins, ends;
+    const uint8_t *bytes[AMX_PARTS];
+    Py_ssize_t row_bytes[AMX_PARTS];
+} amx_piece;
+
+/* A part from a chunk on, what is missing being zeros. Whole parts of 8-bit codes are taken where
+   they are. */
+LANES_INLINE const uint8_t *amx_bytes(const Product *product, Py_ssize_t first, const int bits,
+                                      const int groups, const dot_bytes *table, Fetch *fetch,
+                                      uint8_t *buffer, Py_ssize_t *row_bytes)
 {
     const int steps = chunk_elements(bits) / 4, vectors = chunk_vectors(bits);
     const int most = AMX_STEPS / steps;
-    const int chunks = job->chunks - first < most ? (int)(job->chunks - first) : most;
-    if (job->fetch) {
-        const int bytes = groups * vectors * VECTOR_BYTES;
+    const int chunks = product->chunks - first < most ? (int)(product->chunks - first) : most;
+    const Py_ssize_t chunk_bytes = product->stride_groups * vectors * VECTOR_BYTES;
+    const uint8_t *packed = product->packed + first * chunk_bytes;
+    if (fetch) {
+        const int keys = groups * vectors * VECTOR_BYTES * fetch->share[0];
+        const int values = groups * vectors * VECTOR_BYTES * fetch->share[1];
         for (int chunk = 0; chunk < chunks; chunk++)
-            fetch_some(job->fetch, bytes * job->fetch->share[0], bytes * job->fetch->share[1]);
+            fetch_some(fetch, keys, values);
     }
-    *row_bytes = job->chunk_bytes;
+    *row_bytes = chunk_bytes;
     if (bits == 8 && chunks == most)
-        return job->packed + first * job->chunk_bytes;
+        return packed;
     *row_bytes = groups * VECTOR_BYTES;
-    dot_expand(job, first, first + chunks, bits, DOT_LEVELS, buffer);
+    dot_expand(packed, chunk_bytes, chunks, groups, bits, DOT_LEVELS, table, buffer);
     if (chunks < most)
         memset(buffer + chunks * steps * groups * VECTOR_BYTES, 0,
                (most - chunks) * steps * groups * VECTOR_BYTES);
     return buffer;
 }
 
-/* Up to 256 elements are brought to bytes and then multiplied with all rows. bits and groups are
-   literals, here and in the callers. */
-LANES_INLINE void amx_blocks(const dot_job *job, Py_ssize_t tile_rows, const int32_t *weight_sums,
-                             const int bits, const int groups)
+/* bits and groups are literals, here and in the callers. */
+LANES_INLINE void amx_expand(amx_piece *piece, const int bits, const int groups,
+                             const dot_bytes *tables, Fetch *fetch,
+                             uint8_t (*buffer)[AMX_PART_BYTES])
 {
-    uint8_t buffer[AMX_PARTS][AMX_PART_BYTES] __attribute__((aligned(64)));
-    const uint8_t *bytes[AMX_PARTS];
     const Py_ssize_t part_chunks = AMX_ELEMENTS / chunk_elements(bits);
-    Py_ssize_t row_bytes[AMX_PARTS], first = 0;
-    while (first < job->chunks) {
-        const int8_t *weights = job->weights + first * chunk_elements(bits);
-        const int begins = first == 0;
-        int parts = 0;
-        for (; parts < AMX_PARTS && first < job->chunks; parts++, first += part_chunks)
-            bytes[parts] = amx_bytes(job, first, bits, groups, buffer[parts], row_bytes + parts);
-        for (Py_ssize_t row = 0; row + tile_rows <= job->rows; row += tile_rows) {
-            int32_t *sums = job->sums + row * job->sums_stride;
-            if (begins)
-                amx_start_sums(weight_sums + row, tile_rows, bits, groups);
-            else
-                amx_load_sums(sums, job->sums_stride, groups);
-            for (int part = 0; part < parts; part++)
-                amx_multiply(weights + row * job->weights_stride + part * AMX_ELEMENTS,
-                             job->weights_stride, bytes[part], row_bytes[part], bits, groups);
-            amx_store_sums(sums, job->sums_stride, groups);
-        }
+    dot_bytes table[8];    /* a copy, which what is written to the buffer cannot change */
+    for (int i = 0; i < 8; i++)
+        table[i] = tables[i];
+    for (int part = 0; part < piece->parts; part++)
+        piece->bytes[part] = amx_bytes(piece->product, piece->first + part * part_chunks, bits,
+                                       groups, table, fetch, buffer[part],
+                                       piece->row_bytes + part);
+}
+
+/* The sums of a single block of rows stay in the tiles from one piece of a product to the next. */
+LANES_INLINE void amx_multiply_rows(const amx_piece *piece, Py_ssize_t rows, Py_ssize_t tile_rows,
+                                    const int bits, const int groups)
+{
+    const Product *product = piece->product;
+    const Py_ssize_t stride = product->weights_stride;
+    const int8_t *weights = product->weights + piece->first * chunk_elements(bits);
+    for (Py_ssize_t row = 0; row < rows; row += tile_rows) {
+        int32_t *sums = product->sums + row * DOT_STRIDE;
+        if (piece->begins)
+            amx_start_sums(product->weight_sums + row, tile_rows, bits, groups);
+        else if (rows > tile_rows)
+            amx_load_sums(sums, DOT_STRIDE, groups);
+        for (int part = 0; part < piece->parts; part++)
+            amx_multiply(weights + row * stride + part * AMX_ELEMENTS, stride, piece->bytes[part],
+                         piece->row_bytes[part], bits, groups);
+        if (piece->ends || rows > tile_rows)
+            amx_store_sums(sums, DOT_STRIDE, groups);
     }
 }
 
 #undef AMX_EACH
 
-/* The sums of whole blocks of rows; returns how many rows that is. */
-static Py_ssize_t amx_run(const dot_job *job, Py_ssize_t tile_rows, const int32_t *weight_sums,
-                          int bits)
-{
-    const Py_ssize_t rows = job->rows / tile_rows * tile_rows;
-#define CALL(b) \
-    switch (job->slices) { \
-    case 1: amx_blocks(job, tile_rows, weight_sums, b, 1); break; \
-    case 2: amx_blocks(job, tile_rows, weight_sums, b, 2); break; \
-    case 3: amx_blocks(job, tile_rows, weight_sums, b, 3); break; \
-    default: amx_blocks(job, tile_rows, weight_sums, b, 4); \
+#define FOR_GROUPS(groups, b, call) \
+    switch (groups) { \
+    case 1: call(b, 1); break; \
+    case 2: call(b, 2); break; \
+    case 3: call(b, 3); break; \
+    default: call(b, 4); \
     }
-    FOR_BITS(bits, CALL)
+
+static void amx_expand_piece(amx_piece *piece, int bits, const dot_bytes *tables, Fetch *fetch,
+                             uint8_t (*buffer)[AMX_PART_BYTES])
+{
+#define CALL(b, g) amx_expand(piece, b, g, tables, fetch, buffer)
+#define CALL_GROUPS(b) FOR_GROUPS(piece->product->groups, b, CALL)
+    FOR_BITS(bits, CALL_GROUPS)
 #undef CALL
-    return rows;
+#undef CALL_GROUPS
+}
+
+static void amx_multiply_piece(const amx_piece *piece, int bits, Py_ssize_t rows,
+                               Py_ssize_t tile_rows)
+{
+#define CALL(b, g) amx_multiply_rows(piece, rows, tile_rows, b, g)
+#define CALL_GROUPS(b) FOR_GROUPS(piece->product->groups, b, CALL)
+    FOR_BITS(bits, CALL_GROUPS)
+#undef CALL
+#undef CALL_GROUPS
+}
+
+#undef FOR_GROUPS
+
+/* Products with `rows` rows, whole blocks of tile_rows. A single block goes part by part: each is
+   multiplied after the next one was brought to bytes, so that its bytes have left the processor's
+   store buffer. With more blocks all of them take several parts in turn. */
+static void amx_run(const Product *products, Py_ssize_t count, int bits, const int8_t *levels,
+                    Py_ssize_t rows, Fetch *fetch, Py_ssize_t tile_rows)
+{
+    uint8_t buffer[AMX_PARTS][AMX_PART_BYTES] __attribute__((aligned(64)));
+    amx_piece pieces[2], *piece = pieces, *before = NULL;
+    dot_job job;
+    const Py_ssize_t part_chunks = AMX_ELEMENTS / chunk_elements(bits);
+    const int single = rows == tile_rows, most = single ? 1 : AMX_PARTS;
+    if (bits < 8)
+        dot_tables(&job, levels, bits, 0);
+    for (const Product *product = products; product < products + count; product++)
+        for (Py_ssize_t first = 0; first < product->chunks; first += most * part_chunks) {
+            const Py_ssize_t left = (product->chunks - first + part_chunks - 1) / part_chunks;
+            piece->product = product;
+            piece->first = first;
+            piece->parts = left < most ? (int)left : most;
+            piece->begins = first == 0;
+            piece->ends = left <= most;
+            amx_expand_piece(piece, bits, job.table, fetch, buffer + (piece - pieces));
+            if (!single) {
+                amx_multiply_piece(piece, bits, rows, tile_rows);
+                continue;
+            }
+            if (before)
+                amx_multiply_piece(before, bits, rows, tile_rows);
+            before = piece;
+            piece = pieces + (piece == pieces);
+        }
+    if (before)
+        amx_multiply_piece(before, bits, rows, tile_rows);
 }
 
 #endif

@@ -60,6 +60,16 @@ cdef inline void clear_sums(Sums *sums, Py_ssize_t rows, Py_ssize_t n,
     memset(sums.values, 0, accumulators * rows * n * sizeof(float))
 
 
+cdef inline void sums_to_probabilities(const Plan *plan, Py_ssize_t row, Py_ssize_t rows,
+                                       Py_ssize_t low, Py_ssize_t high, Work *work) noexcept nogil:
+    """Probabilities of rows that see the tokens low <= t < high of a tile."""
+    probabilities_of_sums(
+        work.sums + row * TILE, work.scale, work.rounded_scale + row,
+        work.center + row if plan.center else NULL, work.factor + row, SATURATION, rows, low, high,
+        work.part.largest + row, work.part.lanes + row * 16, work.scores + row * TILE,
+        work.ratio + row, fetch_of(work))
+
+
 cdef inline void whole_rows(const Plan *plan, Py_ssize_t row, Py_ssize_t rows,
                             Work *work) noexcept nogil:
     """Probabilities of rows that see all of a tile."""
@@ -68,10 +78,7 @@ cdef inline void whole_rows(const Plan *plan, Py_ssize_t row, Py_ssize_t rows,
     cdef float *lanes = work.part.lanes + row * 16
     cdef Py_ssize_t i
     if work.in_sums:
-        probabilities_of_sums(
-            work.sums + row * TILE, work.scale, work.rounded_scale + row,
-            work.center + row if plan.center else NULL, work.factor + row, SATURATION, rows,
-            largest, lanes, s, work.ratio + row)
+        sums_to_probabilities(plan, row, rows, 0, TILE, work)
         return
     for i in range(rows):
         work.ratio[row + i] = probabilities_of_products(
@@ -86,6 +93,9 @@ cdef inline void masked_row(const Plan *plan, Py_ssize_t row, Py_ssize_t low, Py
     work.ratio[row] = 1
     if low >= high:
         memset(s, 0, TILE * sizeof(float))
+        return
+    if work.in_sums and softcap == 0:
+        sums_to_probabilities(plan, row, 1, low, high, work)
         return
     if work.in_sums:
         products_of_row(plan, row, work)
@@ -185,13 +195,15 @@ cdef inline float bytes_of_products(const Side *side, bint integers) noexcept no
     return tile_size(side.n, side.plan.dot_width, side.plan.values)
 
 
-cdef inline void share_fetching(const Unit *unit, const Options *options,
+cdef inline void share_fetching(const Unit *unit, Py_ssize_t rows, const Options *options,
                                 Fetch *fetch) noexcept nogil:
-    """Spread what is fetched over the bytes that products read."""
+    """Spread what is fetched over the bytes that products read, and over the softmax."""
     cdef float read = (bytes_of_products(unit.keys, options.integer_query)
                        + bytes_of_products(unit.values, options.probability_bits > 0))
     memset(fetch, 0, sizeof(Fetch))
     if read > 0:
+        if options.integer_query and unit.keys.plan != NULL and not unit.keys.plan.by_token:
+            read += rows * ROW_AS_BYTES
         fetch.share[0] = unit.keys.tile_bytes / (2 * read)
         fetch.share[1] = unit.values.tile_bytes / (2 * read)
 
@@ -254,7 +266,7 @@ cdef inline bint attend_span(const float *q, const Part *parts, const Span *span
     work.tile_rows = amx_begin(task.rows)
     for i in range(4):
         units[i] = unit_of(part, task.head, kv_head, min(span.first_unit + i, part.units - 1))
-    share_fetching(units, options, &work.fetch)
+    share_fetching(units, task.rows, options, &work.fetch)
     for index in range(span.first_unit, span.last_unit):
         attend_unit(units, index, task, start, stop, low, high, options, work)
         for i in range(3):

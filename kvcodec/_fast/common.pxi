@@ -62,6 +62,7 @@ cdef extern from "simd.h" nogil:
 
 
 cdef extern from "softmax.h" nogil:
+    enum: ROW_AS_BYTES
     void widen_bfloat16(const uint16_t *x, Py_ssize_t count, float *out)
     void float_dots(const float *tokens, Py_ssize_t count, Py_ssize_t n, const float *rows,
                     Py_ssize_t stride, Py_ssize_t row_count, float *out, Py_ssize_t out_stride)
@@ -79,8 +80,8 @@ cdef extern from "softmax.h" nogil:
                                     float *lanes)
     void probabilities_of_sums(const int32_t *sums, const float *scale, const float *query_scale,
                                const float *center, const float *factor, float limit,
-                               Py_ssize_t rows, float *largest, float *lanes, float *p,
-                               float *ratio)
+                               Py_ssize_t rows, Py_ssize_t low, Py_ssize_t high, float *largest,
+                               float *lanes, float *p, float *ratio, Fetch *fetch)
     void center_dots(const int16_t *q, Py_ssize_t stride, Py_ssize_t rows, const int8_t *center,
                      Py_ssize_t n, int32_t *out)
     void digits_of_rows(const float *p, const float *scale, Py_ssize_t rows, int bits, float least,

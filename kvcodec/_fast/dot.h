@@ -457,24 +457,37 @@ LANES_INLINE void dot_all(dot_job *job, const int bits, const int kind)
         dot_rows(job, row, bits, kind, 1, DOT_COLUMNS);
 }
 
-/* Chunks first .. last-1 as a tile of 8-bit codes (small codes as they are). */
-LANES_INLINE void dot_expand(const dot_job *job, Py_ssize_t first, Py_ssize_t last, const int bits,
-                             const int kind, uint8_t *buffer)
+/* Some chunks as a tile of 8-bit codes (small codes as they are). */
+LANES_INLINE void dot_expand(const uint8_t *packed, Py_ssize_t chunk_bytes, Py_ssize_t chunks,
+                             const Py_ssize_t slices, const int bits, const int kind,
+                             const dot_bytes *table, uint8_t *buffer)
 {
     const int steps = chunk_elements(bits) / 4, vectors = chunk_vectors(bits);
-    const Py_ssize_t slices = job->slices, chunk_bytes = job->chunk_bytes;
-    const uint8_t *packed = job->packed + first * chunk_bytes;
-    for (; first < last; first++, packed += chunk_bytes, buffer += steps * slices * DOT_WIDTH)
+    for (; chunks > 0; chunks--, packed += chunk_bytes, buffer += steps * slices * DOT_WIDTH)
+#pragma GCC unroll 4
         for (Py_ssize_t i = 0; i < slices; i++)
 #pragma GCC unroll 8
             for (int s = 0; s < steps; s++) {
-                dot_bytes bytes = dot_take(packed + dot_offset(i, vectors), s, bits, kind,
-                                           job->table);
+                dot_bytes bytes = dot_take(packed + dot_offset(i, vectors), s, bits, kind, table);
                 if (kind != DOT_CODES && !DOT_BIAS)
                     bytes ^= 128;
                 memcpy(buffer + (s * slices + i) * DOT_WIDTH, &bytes, DOT_WIDTH);
             }
 }
+
+/* The product of `groups` neighboring groups of 16 lanes, of the tile's `stride_groups`, with rows
+   of int8 weights (not -128), which are zeros from the depth to the end of its last chunk and whose
+   sums are known. Its rows of sums are DOT_STRIDE apart. */
+typedef struct {
+    const uint8_t *packed;
+    Py_ssize_t stride_groups, groups, chunks;
+    const int8_t *weights;
+    Py_ssize_t weights_stride;
+    const int32_t *weight_sums;
+    int32_t *sums;
+} Product;
+
+enum { DOT_STRIDE = TILE_TOKENS };
 
 #if defined(__AMX_INT8__) && DOT_WIDTH == 64
 #include "amx.h"
@@ -514,19 +527,22 @@ static void dot_run_expanded(dot_job *job, int bits, int kind)
         part.slices = slices - slice < DOT_BUFFER_SLICES ? slices - slice : DOT_BUFFER_SLICES;
         part.chunk_bytes = part.slices * DOT_WIDTH;
         part.fetch = NULL;
-        job->slices = part.slices;
         const Py_ssize_t most = DOT_BUFFER / part.chunk_bytes / steps;
         for (Py_ssize_t first = 0; first < job->chunks; first += most) {
             const Py_ssize_t last = job->chunks - first < most ? job->chunks : first + most;
             part.chunks = (last - first) * steps;
             part.weights = job->weights + first * steps * 4;
-#define CALL_CODES(b) dot_expand(job, first, last, b, DOT_CODES, buffer)
-#define CALL_LEVELS(b) dot_expand(job, first, last, b, DOT_LEVELS, buffer)
+            const uint8_t *packed = job->packed + first * job->chunk_bytes;
+#define CALL(b, k) \
+    dot_expand(packed, job->chunk_bytes, last - first, part.slices, b, k, job->table, buffer)
+#define CALL_CODES(b) CALL(b, DOT_CODES)
+#define CALL_LEVELS(b) CALL(b, DOT_LEVELS)
             if (DOT_WIDTH < 64 && kind == DOT_CODES) {
                 FOR_BITS(bits, CALL_CODES)
             } else {
                 FOR_BITS(bits, CALL_LEVELS)
             }
+#undef CALL
 #undef CALL_CODES
 #undef CALL_LEVELS
             dot_run(&part, 8, kind);
@@ -535,55 +551,30 @@ static void dot_run_expanded(dot_job *job, int bits, int kind)
     }
 }
 
-/* `groups` neighboring groups of 16 lanes, of the tile's `stride_groups`, times `rows` rows of int8
-   weights (not -128), which are zeros from the depth to the end of its last chunk. The levels of
-   codes of up to 4 bits are those of `table`, -127 to 127, or else code - half; of 8-bit codes they
-   are code - 128. The caller knows the sum of each row's weights, whether none is negative, and what
-   amx_begin returned, or 0. If `fetch` is not NULL, what it says is fetched meanwhile,
-   where codes are not brought to 8 bits first. */
-static void dot_lanes(const uint8_t *packed, Py_ssize_t stride_groups, Py_ssize_t groups,
-                      Py_ssize_t chunks, int bits, const int8_t *table, const int8_t *weights,
-                      Py_ssize_t weights_stride, const int32_t *weight_sums, int nonnegative,
-                      Py_ssize_t rows, int32_t *sums, Py_ssize_t sums_stride, Fetch *fetch,
-                      Py_ssize_t tile_rows)
+/* The rows of a product from one on, by vectors. */
+static void dot_product(const Product *product, Py_ssize_t first, Py_ssize_t rows, int bits,
+                        const int8_t *table, int nonnegative, Fetch *fetch)
 {
     dot_job job;    /* no initializer: it would clear the tables each time */
-    job.packed = packed;
-    job.chunk_bytes = stride_groups * chunk_vectors(bits) * VECTOR_BYTES;
-    job.slices = groups * DOT_SLICES;
-    job.chunks = chunks;
+    job.packed = product->packed;
+    job.chunk_bytes = product->stride_groups * chunk_vectors(bits) * VECTOR_BYTES;
+    job.slices = product->groups * DOT_SLICES;
+    job.chunks = product->chunks;
     job.fetch = fetch;
-    job.weights = weights;
-    job.weights_stride = weights_stride;
-    job.rows = rows;
-    job.sums = sums;
-    job.sums_stride = sums_stride;
-#if defined(__AMX_INT8__) && DOT_WIDTH == 64
-    if (tile_rows && rows >= (bits == 8 ? AMX_ROWS_FROM_8_BITS : AMX_ROWS_FROM)) {
-        if (bits < 8)
-            dot_tables(&job, table, bits, 0);
-        const Py_ssize_t done = amx_run(&job, tile_rows, weight_sums, bits);
-        if (done == rows)
-            return;
-        job.weights += done * weights_stride;
-        job.sums += done * sums_stride;
-        job.rows -= done;
-        job.fetch = NULL;
-        weight_sums += done;
-    }
-#else
-    (void)tile_rows;
-#endif
-
+    job.weights = product->weights + first * product->weights_stride;
+    job.weights_stride = product->weights_stride;
+    job.rows = rows - first;
+    job.sums = product->sums + first * DOT_STRIDE;
+    job.sums_stride = DOT_STRIDE;
     const int mapped = bits < 8 && (table != NULL || DOT_WIDTH == 64);
     const int kind = bits < 8 && !mapped ? DOT_CODES
                    : nonnegative ? DOT_LEVELS_BY_NONNEGATIVE : DOT_LEVELS;
     const int32_t offset = kind == DOT_CODES ? 1 << (bits - 1) : DOT_BIAS;
     for (Py_ssize_t r = 0; r < job.rows; r++) {
-        const int32_t start = -offset * weight_sums[r];
-        for (Py_ssize_t g = 0; g < groups; g++)
+        const int32_t start = -offset * product->weight_sums[first + r];
+        for (Py_ssize_t g = 0; g < product->groups; g++)
             for (int i = 0; i < GROUP_LANES; i++)
-                job.sums[r * sums_stride + g * GROUP_LANES + i] = start;
+                job.sums[r * DOT_STRIDE + g * GROUP_LANES + i] = start;
     }
     if (mapped)
         dot_tables(&job, table, bits, DOT_BIAS);
@@ -591,6 +582,27 @@ static void dot_lanes(const uint8_t *packed, Py_ssize_t stride_groups, Py_ssize_
         dot_run_expanded(&job, bits, kind);
     else
         dot_run(&job, bits, kind);
+}
+
+/* Some products with `rows` rows each. The levels of codes of up to 4 bits are those of `table`,
+   -127 to 127, or else code - half; of 8-bit codes they are code - 128. The caller knows whether no
+   weight is negative, and what amx_begin returned, or 0. If `fetch` is not NULL, what it says is
+   fetched meanwhile, where codes are not brought to 8 bits first. */
+static void dot_products(const Product *products, Py_ssize_t count, int bits, const int8_t *table,
+                         int nonnegative, Py_ssize_t rows, Fetch *fetch, Py_ssize_t tile_rows)
+{
+    Py_ssize_t done = 0;
+#if defined(__AMX_INT8__) && DOT_WIDTH == 64
+    if (tile_rows && rows >= (bits == 8 ? AMX_ROWS_FROM_8_BITS : AMX_ROWS_FROM)) {
+        done = rows / tile_rows * tile_rows;
+        amx_run(products, count, bits, table, done, fetch, tile_rows);
+        fetch = NULL;
+    }
+#else
+    (void)tile_rows;
+#endif
+    for (Py_ssize_t i = 0; i < count && done < rows; i++)
+        dot_product(products + i, done, rows, bits, table, nonnegative, fetch);
 }
 
 #endif

@@ -3,7 +3,8 @@
    page was last touched. So while two tiles of keys and of values are read, the four that follow
    are touched line by line in turn: each of the four pages progresses slowly enough for the
    prefetcher to have a line there before it is asked for. The touches are spread evenly over the
-   products, which leave room for them. */
+   products, which leave room for them, and over the softmax of the rows, during which memory would
+   be idle. */
 
 #ifndef KVCODEC_FETCH_H
 #define KVCODEC_FETCH_H

@@ -50,7 +50,7 @@ cdef struct Work:
     int32_t *center_sum        # (rows): the same as integers
     float *ratio               # (rows): what the sums so far are to be multiplied with
     bint in_sums               # whether the products are to be taken from the sums
-    int32_t *sums              # (2 * rows, TILE): of a tile
+    int32_t *sums              # (n in pieces of TILE, 2 * rows, TILE): of a tile
     float *channel_scales      # (2 * n, TILE): scales, then zero points of groups of channels
     int8_t *digits             # (2 * rows, TILE): rounded weights, first their upper 7 bits
     int32_t *digit_sum         # (2 * rows)
@@ -64,10 +64,16 @@ cdef struct Work:
     float *offset              # (rows)
     Sums part
     Sums total
-    Py_ssize_t tile_rows       # for dot_lanes
+    Py_ssize_t tile_rows       # for dot_products
+    Product *piece             # products with pieces of the channels of a tile of values
     Py_ssize_t low             # tokens of the tile that some row sees: low <= t < high
     Py_ssize_t high
     Fetch fetch
+
+
+cdef inline Py_ssize_t pieces_of(Py_ssize_t n) noexcept nogil:
+    """Channels are summed TILE at a time."""
+    return max(<Py_ssize_t> 1, (n + TILE - 1) // TILE)
 
 
 cdef void carve_sums(char *base, Py_ssize_t *at, Sums *sums, Py_ssize_t rows, Py_ssize_t n,
@@ -102,7 +108,8 @@ cdef Py_ssize_t carve(char *base, Work *work, Py_ssize_t rows, Py_ssize_t n,
     work.center = <float *> take(base, &at, rows * 4)
     work.center_sum = <int32_t *> take(base, &at, rows * 4)
     work.ratio = <float *> take(base, &at, rows * 4)
-    work.sums = <int32_t *> take(base, &at, 2 * rows * TILE * 4)
+    work.sums = <int32_t *> take(base, &at, pieces_of(n) * 2 * rows * TILE * 4)
+    work.piece = <Product *> take(base, &at, pieces_of(n) * sizeof(Product))
     work.channel_scales = <float *> take(base, &at, 2 * n * TILE * 4)
     work.digits = <int8_t *> take(base, &at, 2 * rows * TILE)
     work.digit_sum = <int32_t *> take(base, &at, 2 * rows * 4)
@@ -351,15 +358,30 @@ cdef inline Py_ssize_t block_of(Py_ssize_t t, const Plan *plan) noexcept nogil:
     return 0 if t < plan.block else t // plan.block
 
 
+cdef inline void multiply_keys(const Plan *plan, const uint8_t *packed, Py_ssize_t groups,
+                               const int8_t *rounded, const int32_t *rounded_sum, Py_ssize_t rows,
+                               Work *work) noexcept nogil:
+    """work.sums = rounded queries times the levels of some groups of tokens."""
+    cdef Product product
+    product.packed = packed
+    product.stride_groups = TILE // GROUP
+    product.groups = groups
+    product.chunks = chunks_of(plan.n, plan.dot_width)
+    product.weights = rounded
+    product.weights_stride = work.depth
+    product.weight_sums = rounded_sum
+    product.sums = work.sums
+    dot_products(&product, 1, plan.dot_width, plan.table, False, rows, fetch_of(work),
+                 work.tile_rows)
+
+
 cdef inline void products_per_token(const Side *keys, const uint8_t *tile, Py_ssize_t head,
                                     Py_ssize_t first, Py_ssize_t tokens, Py_ssize_t rows,
                                     const Options *options, Work *work) noexcept nogil:
     cdef const Plan *plan = keys.plan
     cdef bint one_center = plan.center and plan.block % TILE == 0
     cdef Py_ssize_t row, block = head * keys.blocks + block_of(first, plan)
-    dot_lanes(tile, TILE // GROUP, TILE // GROUP, chunks_of(plan.n, plan.dot_width),
-              plan.dot_width, plan.table, work.rounded, work.depth, work.rounded_sum, False, rows,
-              work.sums, TILE, fetch_of(work), work.tile_rows)
+    multiply_keys(plan, tile, TILE // GROUP, work.rounded, work.rounded_sum, rows, work)
     work.in_sums = one_center or not plan.center
     if one_center:
         multiply_center(keys, block, rows, options, work)
@@ -423,9 +445,7 @@ cdef inline void products_per_group(const Side *keys, const uint8_t *tile, Py_ss
         fold_group(keys, (head * keys.token_groups + group) * plan.n, rows, work)
         start = t // GROUP
         lanes = groups_of(stop) - start
-        dot_lanes(tile + start * vectors, TILE // GROUP, lanes, chunks_of(plan.n, plan.width),
-                  plan.width, plan.table, work.folded, work.depth, work.folded_sum, False, rows,
-                  work.sums, TILE, fetch_of(work), work.tile_rows)
+        multiply_keys(plan, tile + start * vectors, lanes, work.folded, work.folded_sum, rows, work)
         for row in range(rows):
             scale_sums(work.sums + row * TILE + t - start * GROUP, work.folded_scale[row],
                        work.offset[row], stop - t, work.scores + row * TILE + t)

@@ -576,6 +576,22 @@ INLINE vfloat exp_lanes(vfloat x)
     return (vfloat)((vint)y & (x >= every(-87.0f)));
 }
 
+/* 2^x for x <= 100, the same bits on every processor; 0 below -125. 2^r for |r| <= 1/2 is the
+   polynomial of degree 6 with the least relative error, 2e-9. */
+INLINE vfloat exp2_lanes(vfloat x)
+{
+    const vfloat shifted = x + 12582912.0f;    /* the nearest integer is in its lowest bits */
+    const vfloat r = x - (shifted - 12582912.0f);
+    vfloat p = every(0.0001534581242594868f);
+    p = fma_lanes(p, r, every(0.0013399930903688073f));
+    p = fma_lanes(p, r, every(0.009618489071726799f));
+    p = fma_lanes(p, r, every(0.05550328642129898f));
+    p = fma_lanes(p, r, every(0.24022646248340607f));
+    p = fma_lanes(p, r, every(0.6931471824645996f));
+    p = fma_lanes(p, r, every(1.0f));
+    return (vfloat)(((vint)p + ((vint)shifted << 23)) & (x >= every(-125.0f)));
+}
+
 /* exp(x) - 1 for x <= 0, to full precision near 0. */
 INLINE vfloat expm1_lanes(vfloat x)
 {

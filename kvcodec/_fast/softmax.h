@@ -5,11 +5,14 @@
    one sum or maximum across lanes; rows do not depend on each other, so that the processor overlaps
    one row's reductions with the next one's arithmetic. The running maximum follows the scores only
    where it falls behind by more than SLACK: whatever it is cancels in the end, and a maximum that
-   is seldom raised costs no mispredicted branch and no scaling of what was summed. */
+   is seldom raised costs no mispredicted branch and no scaling of what was summed. As long as it
+   stays, no score is needed: all factors of a row and its maximum are one slope and one offset, and
+   a fused multiply-add leads from a token's scaled sum to the exponent of a power of two. */
 
 #ifndef KVCODEC_SOFTMAX_H
 #define KVCODEC_SOFTMAX_H
 
+#include "fetch.h"
 #include "floats.h"
 
 /* A tile is 64 floats of one row: scores, then probabilities. */
@@ -19,6 +22,13 @@ enum { TILE_VECTORS = 64 / LANES, DIGIT_ROWS = LANES == 16 ? 4 : 1 };
    floats are 16 or more apart and the sum rounds: to `largest`, or to the float 16 above it, so that
    the bound is exp(16). */
 #define SLACK 8.0f
+#define LOG2_E 1.44269504f
+
+/* Below it scores and their sums are far from the limits of float32. */
+#define ORDINARY 1.8446744e19f
+
+/* As many bytes of codes are read in about the time of a row's softmax. */
+enum { ROW_AS_BYTES = 512 };
 
 /* Whether any lane of `a` is above b. */
 INLINE int any_above(vfloat a, float b)
@@ -185,34 +195,103 @@ static float probabilities_of_products(float *s, float factor, float limit, floa
     return probabilities_of(x, largest, lanes, s);
 }
 
+INLINE vfloat hide(vfloat x, int at, Py_ssize_t low, Py_ssize_t high)
+{
+    vint token;
+    for (int i = 0; i < LANES; i++)
+        token[i] = at + i;
+    const vint seen = (token >= (int)low) & (token < (int)high);
+    return (vfloat)((seen & (vint)x) | (~seen & (vint)every(-INFINITY)));
+}
+
+/* A row by way of its scores, for the tiles that probabilities_of_rows leaves to it. */
+static __attribute__((noinline)) float probabilities_of_row(
+    const int32_t *sums, const float *scale, float query_scale, float center, int centered,
+    float factor, float limit, Py_ssize_t low, Py_ssize_t high, float *largest, float *lanes,
+    float *p)
+{
+    vfloat x[TILE_VECTORS];
+    for (int i = 0; i < TILE_VECTORS; i++) {
+        const int at = i * LANES;
+        const vfloat signed_scale = load(scale + at);
+        x[i] = centered ? product_of(sums + at, signed_scale, query_scale, center, 1)
+                        : product_of(sums + at, signed_scale, query_scale, 0, 0);
+        x[i] = hide(score_of(x[i], factor, limit), at, low, high);
+    }
+    return probabilities_of(x, largest, lanes, p);
+}
+
+/* Where the maximum stays and nothing is near the limits of float32, one multiplication and
+   addition makes an integer sum times its token's scale the exponent of a power of two. */
 INLINE void probabilities_of_rows(const int32_t *sums, const float *scale, const float *query_scale,
                                   const float *center, const int centered, const float *factor,
-                                  float limit, Py_ssize_t rows, float *largest, float *lanes,
-                                  float *p, float *ratio)
+                                  float limit, Py_ssize_t rows, Py_ssize_t low, Py_ssize_t high,
+                                  const int masked, float *largest, float *lanes, float *p,
+                                  float *ratio, Fetch *fetch)
 {
-    vfloat x[TILE_VECTORS], signed_scale[TILE_VECTORS];
+    vfloat signed_scale[TILE_VECTORS];
+    int keys = 0, values = 0;
+    if (fetch) {
+        keys = ROW_AS_BYTES * fetch->share[0];
+        values = ROW_AS_BYTES * fetch->share[1];
+    }
     for (int i = 0; i < TILE_VECTORS; i++)
         signed_scale[i] = load(scale + i * LANES);
-    for (Py_ssize_t r = 0; r < rows; r++) {
-        for (int i = 0; i < TILE_VECTORS; i++)
-            x[i] = score_of(product_of(sums + r * 64 + i * LANES, signed_scale[i], query_scale[r],
-                                       centered ? center[r] : 0, centered), factor[r], limit);
-        ratio[r] = probabilities_of(x, largest + r, lanes + r * 16, p + r * 64);
+    for (Py_ssize_t r = 0; r < rows; r++, sums += 64, lanes += 16, p += 64) {
+        const float power = factor[r] * LOG2_E, slope = query_scale[r] * power;
+        const float from_center = centered ? center[r] * power : 0;
+        const float plain = -(largest[r] * LOG2_E);
+        vfloat x[TILE_VECTORS], top, total[SUMS];
+        if (fetch)
+            fetch_some(fetch, keys, values);
+        for (int i = 0; i < TILE_VECTORS; i++) {
+            vint sum;
+            memcpy(&sum, sums + i * LANES, sizeof sum);
+            x[i] = fma_lanes(__builtin_convertvector(sum, vfloat) * magnitude(signed_scale[i]),
+                             every(slope),
+                             centered ? add_center(every(plain), signed_scale[i], from_center)
+                                      : every(plain));
+            if (masked)
+                x[i] = hide(x[i], i * LANES, low, high);
+            top = i ? LARGEST(top, x[i]) : x[0];
+        }
+        ratio[r] = 1;
+        if (__builtin_expect(any_above(top, SLACK * LOG2_E)
+                             || !(fabsf(plain) < ORDINARY && fabsf(from_center) < ORDINARY
+                                  && fabsf(slope) < ORDINARY), 0)) {
+            ratio[r] = probabilities_of_row(sums, scale, query_scale[r], centered ? center[r] : 0,
+                                            centered, factor[r], limit, low, high, largest + r,
+                                            lanes, p);
+            continue;
+        }
+        for (int i = 0; i < TILE_VECTORS; i++) {
+            x[i] = exp2_lanes(x[i]);
+            store(p + i * LANES, x[i]);
+        }
+        memcpy(total, lanes, sizeof total);
+        add_tile(x, total);
+        memcpy(lanes, total, sizeof total);
     }
 }
 
-/* The same from integer sums, for all rows (64 apart) of a tile; centers may be NULL. */
+/* The same from integer sums, for all rows (64 apart) of a tile of which they see the tokens
+   low <= t < high, the others getting 0; centers may be NULL. If `fetch` is not NULL, what it says
+   is fetched meanwhile. */
 static void probabilities_of_sums(const int32_t *sums, const float *scale, const float *query_scale,
                                   const float *center, const float *factor, float limit,
-                                  Py_ssize_t rows, float *largest, float *lanes, float *p,
-                                  float *ratio)
+                                  Py_ssize_t rows, Py_ssize_t low, Py_ssize_t high, float *largest,
+                                  float *lanes, float *p, float *ratio, Fetch *fetch)
 {
-    if (center)
-        probabilities_of_rows(sums, scale, query_scale, center, 1, factor, limit, rows, largest,
-                              lanes, p, ratio);
+#define CALL(centered, masked) \
+    probabilities_of_rows(sums, scale, query_scale, center, centered, factor, limit, rows, low, \
+                          high, masked, largest, lanes, p, ratio, fetch)
+    if (low > 0 || high < 64)
+        CALL(center != NULL, 1);
+    else if (center)
+        CALL(1, 0);
     else
-        probabilities_of_rows(sums, scale, query_scale, NULL, 0, factor, limit, rows, largest,
-                              lanes, p, ratio);
+        CALL(0, 0);
+#undef CALL
 }
 
 /* Products of rows of 15-bit queries with a center in int8. */
@@ -250,6 +329,26 @@ static void center_dots(const int16_t *q, Py_ssize_t stride, Py_ssize_t rows, co
     }
 }
 
+/* The digits of a row as bytes; returns sums of some each. */
+INLINE vint store_digits(uint8_t *p, const vint *digits)
+{
+#if LANES == 16 && defined(__AVX512VNNI__)
+    const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+    const __m512i low = _mm512_packs_epi32((__m512i)digits[0], (__m512i)digits[1]);
+    const __m512i high = _mm512_packs_epi32((__m512i)digits[2], (__m512i)digits[3]);
+    const __m512i bytes = _mm512_permutexvar_epi32(order, _mm512_packs_epi16(low, high));
+    _mm512_storeu_si512(p, bytes);
+    return (vint)_mm512_dpbusd_epi32(_mm512_setzero_si512(), bytes, _mm512_set1_epi8(1));
+#else
+    vint sum = {0};
+    for (int i = 0; i < TILE_VECTORS; i++) {
+        store_bytes(p + i * LANES, digits[i]);
+        sum += digits[i];
+    }
+    return sum;
+#endif
+}
+
 /* Weights p * scale of some rows (64 apart) as integers of 7 bits, or of two 7-bit digits, relative
    to the largest of the row; a step is what 1 stands for, 0 if the largest is below `least`. The
    lower digits are `next_rows` rows after the upper ones, and so are their sums. */
@@ -258,7 +357,7 @@ INLINE void digits_of(const float *p, const float *scale, const int rows, const 
                       float *step)
 {
     vfloat w[DIGIT_ROWS][TILE_VECTORS], top[DIGIT_ROWS];
-    vint lower[DIGIT_ROWS] = {{0}}, upper[DIGIT_ROWS] = {{0}};
+    vint lower[DIGIT_ROWS], upper[DIGIT_ROWS];
     float largest[DIGIT_ROWS];
     const float most = (float)((1 << bits) - 1);
     for (int r = 0; r < rows; r++)
@@ -271,19 +370,16 @@ INLINE void digits_of(const float *p, const float *scale, const int rows, const 
         const int any = largest[r] >= least;
         const float inverse = any ? most / largest[r] : 0;
         step[r] = any ? largest[r] / most : 0;
+        vint digit[TILE_VECTORS], next[TILE_VECTORS];
         for (int i = 0; i < TILE_VECTORS; i++) {
-            vint u = nearest(w[r][i] * inverse);
-            uint8_t *at = (uint8_t *)digits + r * 64 + i * LANES;
-            if (bits > 7) {
-                const vint digit = u >> 7;
-                store_bytes(at, digit);
-                upper[r] += digit;
-                u &= 127;
-                at += next_rows * 64;
-            }
-            store_bytes(at, u);
-            lower[r] += u;
+            next[i] = nearest(w[r][i] * inverse);
+            digit[i] = next[i] >> 7;
+            if (bits > 7)
+                next[i] &= 127;
         }
+        if (bits > 7)
+            upper[r] = store_digits((uint8_t *)digits + r * 64, digit);
+        lower[r] = store_digits((uint8_t *)digits + (bits > 7 ? next_rows + r : r) * 64, next);
     }
     int_totals_of(lower, rows, digit_sum + (bits > 7 ? next_rows : 0));
     if (bits > 7)

@@ -17,11 +17,17 @@ cdef extern from "dot.h" nogil:
                      uint8_t *codes, Py_ssize_t stride)
     void unpack_values(const uint8_t *packed, Py_ssize_t tokens, Py_ssize_t n, int bits,
                        uint8_t *codes, Py_ssize_t stride)
-    void dot_lanes(const uint8_t *packed, Py_ssize_t stride_groups, Py_ssize_t groups,
-                   Py_ssize_t chunks, int bits, const int8_t *table, const int8_t *weights,
-                   Py_ssize_t weights_stride, const int32_t *weight_sums, bint nonnegative,
-                   Py_ssize_t rows, int32_t *sums, Py_ssize_t sums_stride, Fetch *fetch,
-                   Py_ssize_t tile_rows)
+    ctypedef struct Product:
+        const uint8_t *packed
+        Py_ssize_t stride_groups
+        Py_ssize_t groups
+        Py_ssize_t chunks
+        const int8_t *weights
+        Py_ssize_t weights_stride
+        const int32_t *weight_sums
+        int32_t *sums
+    void dot_products(const Product *products, Py_ssize_t count, int bits, const int8_t *table,
+                      bint nonnegative, Py_ssize_t rows, Fetch *fetch, Py_ssize_t tile_rows)
     Py_ssize_t amx_begin(Py_ssize_t rows)
     void amx_end(Py_ssize_t tile_rows)
 

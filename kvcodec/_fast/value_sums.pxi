@@ -10,18 +10,28 @@ cdef inline void add_integer_values(const Side *values, const uint8_t *tile, Py_
                                     Work *work) noexcept nogil:
     """sums += step * (digits . levels) for the channels start <= c < stop, 64 at a time."""
     cdef const Plan *plan = values.plan
-    cdef Py_ssize_t groups = groups_of(plan.n), vectors = chunk_vectors(plan.dot_width) * TILE
-    cdef Py_ssize_t lane = start // GROUP * GROUP, first
+    cdef Py_ssize_t vectors = chunk_vectors(plan.dot_width) * TILE
+    cdef Py_ssize_t lane = start // GROUP * GROUP, first, count = 0, i
     cdef int digits = 2 if bits > 7 else 1
-    while lane < stop:
-        dot_lanes(tile + lane // GROUP * vectors, groups,
-                  min(<Py_ssize_t> TILE // GROUP, groups_of(stop) - lane // GROUP),
-                  chunks_of(TILE, plan.dot_width), plan.dot_width, plan.table, work.digits, TILE,
-                  work.digit_sum, True, digits * rows, work.sums, TILE, fetch_of(work),
-                  work.tile_rows)
+    cdef Product *piece
+    while lane + count * TILE < stop:
+        first = lane + count * TILE
+        piece = work.piece + count
+        piece.packed = tile + first // GROUP * vectors
+        piece.stride_groups = groups_of(plan.n)
+        piece.groups = min(<Py_ssize_t> TILE // GROUP, groups_of(stop) - first // GROUP)
+        piece.chunks = chunks_of(TILE, plan.dot_width)
+        piece.weights = work.digits
+        piece.weights_stride = TILE
+        piece.weight_sums = work.digit_sum
+        piece.sums = work.sums + count * digits * rows * TILE
+        count += 1
+    dot_products(work.piece, count, plan.dot_width, plan.table, True, digits * rows, fetch_of(work),
+                 work.tile_rows)
+    for i in range(count):
         first = max(start, lane)
-        add_scaled_sums(work.sums + first - lane, digits, rows, min(stop, lane + TILE) - first,
-                        work.step, sums + first, work.n)
+        add_scaled_sums(work.piece[i].sums + first - lane, digits, rows,
+                        min(stop, lane + TILE) - first, work.step, sums + first, work.n)
         lane += TILE
 
 
