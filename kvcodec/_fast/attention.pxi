@@ -142,11 +142,18 @@ cdef inline Py_ssize_t query_index(const Task *task, Py_ssize_t row) noexcept no
 
 cdef inline void fetch_scales(const Side *side, Py_ssize_t head, Py_ssize_t tile) noexcept nogil:
     """Have the scales and the center of a tile in the cache when it is read."""
-    cdef Py_ssize_t at = head * side.tokens + tile * TILE, line
+    cdef Py_ssize_t at = head * side.tokens + tile * TILE, line, count = TILE
     cdef Py_ssize_t size = 2 if side.plan.bfloat16 else 4
-    if side.plan.code != ASYMMETRIC:
-        for line in range(TILE * size // LINE + 1):
-            fetch_line(<const char *> side.scale + at * size + line * LINE)
+    if side.plan.code == ASYMMETRIC:
+        count = TILE * side.plan.groups
+        at = at * side.plan.groups
+        if side.plan.by_token:
+            count = max(<Py_ssize_t> 1, TILE // side.plan.group_size) * side.n
+            at = (head * side.token_groups + tile * TILE // side.plan.group_size) * side.n
+        for line in range(count * size // LINE + 1):
+            fetch_line(<const char *> side.zero_point + at * size + line * LINE)
+    for line in range(count * size // LINE + 1):
+        fetch_line(<const char *> side.scale + at * size + line * LINE)
     if side.plan.center:
         at = head * side.blocks + block_of(tile * TILE, side.plan)
         fetch_line(<const char *> side.center_scale + at * size)

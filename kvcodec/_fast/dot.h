@@ -379,7 +379,6 @@ LANES_INLINE void dot_block(const dot_job *job, Py_ssize_t row, Py_ssize_t slice
     }
     const int8_t *weights = job->weights + row * stride;
     Py_ssize_t left = job->chunks;
-    const int steady = job->fetch && is_steady(&fetch, keys, values, left);
 
     do {
         dot_sum sum[8][DOT_COLUMNS];
@@ -391,9 +390,7 @@ LANES_INLINE void dot_block(const dot_job *job, Py_ssize_t row, Py_ssize_t slice
         Py_ssize_t count = narrow && left > limit ? limit : left;
         left -= count;
         for (; count > 0; count--) {
-            if (steady)
-                fetch_lines(&fetch);
-            else if (job->fetch)
+            if (job->fetch)
                 fetch_some(&fetch, keys, values);
 #pragma GCC unroll 8
             for (int s = 0; s < steps; s++)
@@ -422,8 +419,6 @@ LANES_INLINE void dot_block(const dot_job *job, Py_ssize_t row, Py_ssize_t slice
                 memcpy(sums + c * (DOT_WIDTH / 4), &before, sizeof before);
             }
     } while (narrow && left > 0);
-    if (steady)
-        fetch.values = fetch.keys;
     if (job->fetch)
         *job->fetch = fetch;
 }

@@ -42,21 +42,4 @@ static inline __attribute__((always_inline)) void fetch_some(Fetch *fetch, int k
     }
 }
 
-/* Whether so many times a line of each tile is to be fetched, all of them there. */
-static inline __attribute__((always_inline)) int is_steady(const Fetch *fetch, int keys, int values,
-                                                           Py_ssize_t times)
-{
-    return keys == LINE && values == LINE && fetch->keys == fetch->values
-        && fetch->keys % LINE == 0 && fetch->keys + times * LINE <= fetch->keys_end
-        && fetch->values + times * LINE <= fetch->values_end;
-}
-
-/* fetch_some() where is_steady(). */
-static inline __attribute__((always_inline)) void fetch_lines(Fetch *fetch)
-{
-    for (int i = 0; i < STREAMS; i++)
-        fetch_line(fetch->tiles[i] + fetch->keys);
-    fetch->keys += LINE;
-}
-
 #endif
