@@ -58,58 +58,57 @@ INLINE __m512i middle(__m512i a, __m512i b)
     return _mm512_rol_epi32(_mm512_mask_blend_epi16(0x55555555, a, b), 16);
 }
 
-/* The chunks of four elements that end in a dword. `first` is where the first window of the first of
-   them begins, relative to the dword; where a chunk begins before it, its windows are taken from the
-   halves of two dwords. Returns how many chunks are left. */
-INLINE Py_ssize_t key_chunks(__m512i before, __m512i now, const int bits, const int first,
-                             const int count, const Half_table *table, uint8_t *to,
-                             Py_ssize_t left)
+/* The chunks of four elements that end in a dword, at most `left`. `first` is where the first window
+   of the first of them begins, relative to the dword; where a chunk begins before it, its windows
+   are taken from the halves of two dwords. */
+INLINE void key_chunks(__m512i before, __m512i now, const int bits, const int first,
+                       const int count, const Half_table *table, uint8_t *out, Py_ssize_t left)
 {
     const __m512i between = middle(before, now);
 #pragma GCC unroll 4
-    for (int c = 0; c < count; c++, left--, to += KEY_GROUPS * VECTOR_BYTES) {
+    for (int c = 0; c < count && c < left; c++, out += KEY_GROUPS * VECTOR_BYTES) {
         const int start = first + 4 * bits * c;
-        if (left <= 0)
-            break;
         if (start < 0)
-            store_windows(to, KEY_STARTS(16 + start, bits), between, table);
+            store_windows(out, KEY_STARTS(16 + start, bits), between, table);
         else
-            store_windows(to, KEY_STARTS(start, bits), now, table);
+            store_windows(out, KEY_STARTS(start, bits), now, table);
     }
-    return left;
 }
 
-/* A tile of keys as one of biased levels. Chunks of 3-bit codes begin anew with every third dword. */
+/* A tile of keys as one of biased levels, in the order of memory. Chunks of 3-bit codes begin anew
+   with every third dword. */
 INLINE void expand_keys_of(const uint8_t *tile, Py_ssize_t n, const int bits,
                            const Half_table *table, uint8_t *out)
 {
-    const Py_ssize_t stride = TILE_TOKENS * 4, dwords = (n * bits + 31) / 32;
+    const Py_ssize_t stride = KEY_GROUPS * VECTOR_BYTES, dwords = (n * bits + 31) / 32;
     const int used = (int)(n * bits % 32), period = bits == 3 ? 3 : 1;
+    __m512i before[KEY_GROUPS];
     for (int g = 0; g < KEY_GROUPS; g++) {
-        const uint8_t *p = tile + g * VECTOR_BYTES;
-        uint8_t *to = out + g * VECTOR_BYTES;
-        __m512i before = (__m512i)dot_load(p + (dwords - 1) * stride);
+        const uint8_t *last = tile + (dwords - 1) * stride + g * VECTOR_BYTES;
+        before[g] = (__m512i)dot_load(last);
         if (used)
-            before = _mm512_or_si512(
-                _mm512_slli_epi32(before, (unsigned)(32 - used)),
-                _mm512_srli_epi32((__m512i)dot_load(p + (dwords - 2) * stride), (unsigned)used));
-        Py_ssize_t left = n / 4;
-        for (Py_ssize_t d = 0; d < dwords; d += period)
-#pragma GCC unroll 3
-            for (int phase = 0; phase < period; phase++) {
-                if (d + phase >= dwords)
-                    break;
-                const __m512i now = (__m512i)dot_load(p);
-                const int first = bits < 3 || bits > 3 ? bits - 8
-                                : phase == 0 ? -5 : phase == 1 ? -13 : -9;
-                const int count = bits != 3 ? 8 / bits : phase == 0 ? 2 : 3;
-                const Py_ssize_t rest = key_chunks(before, now, bits, first, count, table, to, left);
-                to += (left - rest) * KEY_GROUPS * VECTOR_BYTES;
-                left = rest;
-                p += stride;
-                before = now;
-            }
+            before[g] = _mm512_or_si512(
+                _mm512_slli_epi32(before[g], (unsigned)(32 - used)),
+                _mm512_srli_epi32((__m512i)dot_load(last - stride), (unsigned)used));
     }
+    Py_ssize_t left = n / 4;
+    for (Py_ssize_t d = 0; d < dwords; d += period)
+#pragma GCC unroll 3
+        for (int phase = 0; phase < period; phase++) {
+            const int first = bits != 3 ? bits - 8 : phase == 0 ? -5 : phase == 1 ? -13 : -9;
+            const int count = bits != 3 ? 8 / bits : phase == 0 ? 2 : 3;
+            if (d + phase >= dwords)
+                break;
+#pragma GCC unroll 4
+            for (int g = 0; g < KEY_GROUPS; g++, tile += VECTOR_BYTES) {
+                const __m512i now = (__m512i)dot_load(tile);
+                key_chunks(before[g], now, bits, first, count, table, out + g * VECTOR_BYTES,
+                           left);
+                before[g] = now;
+            }
+            left -= count;
+            out += count * stride;
+        }
 }
 
 /* For the q-th qword of 16 channels: which bytes, of a stream of dwords of four tokens that begins
