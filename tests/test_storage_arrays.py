@@ -7,7 +7,7 @@ from storage_cases import CACHES, cache_of, codec, edit, written
 from storage_cases import refused_cheaply as refused
 
 import kvcodec as kv
-from kvcodec import reference, storage
+from kvcodec import _backend, reference, storage
 from kvcodec.encoded import Encoded
 
 
@@ -230,7 +230,7 @@ def test_what_the_encoder_makes_of_extremes_is_taken(name, size, backend, tmp_pa
     k, v = (rng.choice([-1, 1, 0.3], (2, 1, 2, 45, head_dim)) * factor * largest).astype(np.float32)
     row = cache._sequences[0][0]
     q = rng.standard_normal(k.shape, dtype=np.float32)
-    row.append(k, v, q, cache._kernels())
+    row.append(k, v, q, _backend.resolve())
     row.trim()
     cache.save(tmp_path / "a.safetensors")
     loaded = kv.KVCache.load(tmp_path / "a.safetensors")

@@ -12,7 +12,7 @@ from conftest import splitmix64, unpack_row
 from storage_cases import GOLDEN, codec, golden_cache, small_cache, tokens
 
 import kvcodec as kv
-from kvcodec import reference
+from kvcodec import _backend, reference
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "docs" / "file-format.md").read_text(encoding="utf-8")
@@ -30,7 +30,7 @@ def test_the_example_decodes_a_key_of_the_golden_file(monkeypatch, capsys):
     layer, row, head, token = (names[name] for name in ("layer", "row", "head", "token"))
     sequence = cache._sequences[layer][row]
     assert sequence.visible_from <= token < sequence.packed_end
-    key = sequence.decoded("key", cache._kernels())[head, token - sequence.evicted]
+    key = sequence.decoded("key", _backend.resolve())[head, token - sequence.evicted]
     np.testing.assert_allclose(names["key"], key, rtol=1e-5, atol=1e-6)
     assert str(names["key"].round(3)) in capsys.readouterr().out
 
@@ -244,6 +244,6 @@ def assert_read(path, cache):
     for layer, rows in enumerate(cache._sequences):
         for row, sequence in enumerate(rows):
             for side, head in itertools.product(("key", "value"), range(sequence.layer.kv_heads)):
-                truth = sequence.decoded(side, cache._kernels())[head]
+                truth = sequence.decoded(side, _backend.resolve())[head]
                 found = read(path, layer, row, head, side)
                 np.testing.assert_allclose(found, truth, rtol=1e-4, atol=1e-5)
