@@ -186,13 +186,13 @@ static void float_run(float_job *job, const int8_t *table, int bits)
 }
 
 /* `lanes` lanes of a tile from its first on, times `rows` rows of weights, which are zeros from the
-   depth to the end of its last chunk. Levels are those of dot_lanes, and so is `fetch`. */
+   depth to the end of its last chunk. Levels are those of dot_products, and so is `fetch`. */
 static void float_lanes(const uint8_t *packed, Py_ssize_t stride_groups, Py_ssize_t lanes,
                         Py_ssize_t chunks, int bits, const int8_t *table, const float *weights,
                         Py_ssize_t weights_stride, Py_ssize_t rows, float *sums,
                         Py_ssize_t sums_stride, Fetch *fetch)
 {
-    float_job job;    /* no initializer, as in dot_lanes */
+    float_job job;    /* no initializer, as in dot_product */
     job.packed = packed;
     job.chunk_bytes = stride_groups * chunk_vectors(bits) * VECTOR_BYTES;
     job.chunks = chunks;
