@@ -83,6 +83,25 @@ INLINE void int_totals_of(const vint *x, const int count, int32_t *totals)
         totals[i] = ((vint)v[0])[i * (LANES / count)];
 }
 
+/* 64 small integers as bytes, with or without signs; adds their sums, some each, to total. */
+INLINE vint store_64(uint8_t *p, const vint *x, vint total)
+{
+#if LANES == 16 && defined(__AVX512VNNI__)
+    const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+    const __m512i low = _mm512_packs_epi32((__m512i)x[0], (__m512i)x[1]);
+    const __m512i high = _mm512_packs_epi32((__m512i)x[2], (__m512i)x[3]);
+    const __m512i bytes = _mm512_permutexvar_epi32(order, _mm512_packs_epi16(low, high));
+    _mm512_storeu_si512(p, bytes);
+    return (vint)_mm512_dpbusd_epi32((__m512i)total, _mm512_set1_epi8(1), bytes);
+#else
+    for (int i = 0; i < 64 / LANES; i++) {
+        store_bytes(p + i * LANES, x[i]);
+        total += x[i];
+    }
+    return total;
+#endif
+}
+
 INLINE float largest_lane(vfloat v)
 {
     float largest;

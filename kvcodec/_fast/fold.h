@@ -83,20 +83,7 @@ INLINE vint round_64(const float *y, float inverse, int8_t *levels, vint total)
     vint level[64 / LANES];
     for (int i = 0; i < 64 / LANES; i++)
         level[i] = nearest(load(y + i * LANES) * inverse);
-#if LANES == 16 && defined(__AVX512VNNI__)
-    const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
-    const __m512i low = _mm512_packs_epi32((__m512i)level[0], (__m512i)level[1]);
-    const __m512i high = _mm512_packs_epi32((__m512i)level[2], (__m512i)level[3]);
-    const __m512i bytes = _mm512_permutexvar_epi32(order, _mm512_packs_epi16(low, high));
-    _mm512_storeu_si512(levels, bytes);
-    return (vint)_mm512_dpbusd_epi32((__m512i)total, _mm512_set1_epi8(1), bytes);
-#else
-    for (int i = 0; i < 64 / LANES; i++) {
-        store_bytes((uint8_t *)levels + i * LANES, level[i]);
-        total += level[i];
-    }
-    return total;
-#endif
+    return store_64((uint8_t *)levels, level, total);
 }
 
 /* levels = y / step to the nearest integers, zeros from n to the depth, and their sums. */

@@ -329,26 +329,6 @@ static void center_dots(const int16_t *q, Py_ssize_t stride, Py_ssize_t rows, co
     }
 }
 
-/* The digits of a row as bytes; returns sums of some each. */
-INLINE vint store_digits(uint8_t *p, const vint *digits)
-{
-#if LANES == 16 && defined(__AVX512VNNI__)
-    const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
-    const __m512i low = _mm512_packs_epi32((__m512i)digits[0], (__m512i)digits[1]);
-    const __m512i high = _mm512_packs_epi32((__m512i)digits[2], (__m512i)digits[3]);
-    const __m512i bytes = _mm512_permutexvar_epi32(order, _mm512_packs_epi16(low, high));
-    _mm512_storeu_si512(p, bytes);
-    return (vint)_mm512_dpbusd_epi32(_mm512_setzero_si512(), bytes, _mm512_set1_epi8(1));
-#else
-    vint sum = {0};
-    for (int i = 0; i < TILE_VECTORS; i++) {
-        store_bytes(p + i * LANES, digits[i]);
-        sum += digits[i];
-    }
-    return sum;
-#endif
-}
-
 /* Weights p * scale of some rows (64 apart) as integers of 7 bits, or of two 7-bit digits, relative
    to the largest of the row; a step is what 1 stands for, 0 if the largest is below `least`. The
    lower digits are `next_rows` rows after the upper ones, and so are their sums. */
@@ -378,8 +358,9 @@ INLINE void digits_of(const float *p, const float *scale, const int rows, const 
                 next[i] &= 127;
         }
         if (bits > 7)
-            upper[r] = store_digits((uint8_t *)digits + r * 64, digit);
-        lower[r] = store_digits((uint8_t *)digits + (bits > 7 ? next_rows + r : r) * 64, next);
+            upper[r] = store_64((uint8_t *)digits + r * 64, digit, (vint){0});
+        lower[r] = store_64((uint8_t *)digits + (bits > 7 ? next_rows + r : r) * 64, next,
+                            (vint){0});
     }
     int_totals_of(lower, rows, digit_sum + (bits > 7 ? next_rows : 0));
     if (bits > 7)
