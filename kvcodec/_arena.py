@@ -22,11 +22,11 @@ CACHE_LINE = 64
 HUGE_PAGE = 1 << 21
 # A chunk has room for so many pages of tokens, that little of its last huge page is left over; the
 # system gives a huge page when it is first written to.
-PAGES_OF_CHUNK = 16
+PAGES_OF_CHUNK = 8
 SMALLEST_CHUNK = 4 * HUGE_PAGE
 # Smaller pages of tokens are not worth a chunk: they are those of short or narrow caches; larger
 # ones have memory of their own.
-SMALL, LARGE = 1 << 16, 1 << 24
+SMALL, LARGE = 1 << 16, 1 << 23
 
 
 class _Chunk:
@@ -41,7 +41,7 @@ class _Chunk:
         """So many zero bytes, the first of them on a cache line."""
         with self.lock:
             if self.used + size > self.room.size:
-                self.room, self.used = _huge_zeros(chunk_bytes(size)), 0
+                self.room, self.used = _new_chunk(size), 0
             start = self.used
             self.used += size
             return self.room[start : start + size]
@@ -83,6 +83,14 @@ def copies(arrays: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
     for name, x in arrays.items():
         copied[name][...] = x
     return copied
+
+
+def _new_chunk(size: int) -> NDArray[np.uint8]:
+    """A chunk for pages of so many bytes, or for one where there is no room for more."""
+    try:
+        return _huge_zeros(chunk_bytes(size))
+    except MemoryError:
+        return _huge_zeros(size)
 
 
 def _rounded_up(size: int, step: int) -> int:

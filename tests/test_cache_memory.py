@@ -197,12 +197,13 @@ def test_a_ring_uses_the_pages_that_it_reserved_again(name):
     assert memory["fp16"] == 2 * 2 * 2 * 32 * (4 + 149)
 
 
-def test_a_copy_has_reserved_pages_of_its_own():
-    cache = small_cache(max_tokens=3000)
-    cache.append(0, *sequence(500)[1:])
+@pytest.mark.parametrize("tokens", [500, 5000])
+def test_a_copy_has_reserved_pages_of_its_own(tokens):
+    cache = small_cache(max_tokens=9000)
+    cache.append(0, *sequence(tokens)[1:])
     branch = cache.copy()
     ours, theirs = (one._sequences[0][0].keys for one in (cache, branch))
-    used = -(-ours.units // PAGE_UNITS)
+    used = int(np.searchsorted(np.cumsum([*map(units_of, ours.pages)]), ours.units)) + 1
     assert len(theirs.pages) == len(ours.pages)
     assert theirs.reserved == ours.reserved <= ours.room
     for index, (page, other) in enumerate(zip(ours.pages, theirs.pages, strict=True)):

@@ -40,7 +40,7 @@ def test_unknown_cases_and_missing_programs_are_one_line(tool, monkeypatch):
 
 
 def test_a_tile_is_counted(tool, monkeypatch):
-    """As many products as codes times rows, by whatever instructions there are."""
+    """More than a vector instruction for each 64 products, and less than one for each."""
     if not kv.get_config()["available_simd"]:
         pytest.skip("the fast path is not built")
     monkeypatch.setattr(tool, "SHORT", 64)
@@ -55,7 +55,32 @@ def test_a_tile_is_counted(tool, monkeypatch):
         if _backend.resolve().__name__.endswith("_kernels"):
             pytest.skip("without vector instructions that are counted")
     instructions, vector, one, cycles, nbytes = (int(x.replace(",", "")) for x in row)
-    assert 0 < one < vector < instructions < 64 * 128 * case.rows * 2
-    assert cycles >= vector // 2
-    bits = sum(kv.codec("int4", side=side).bits_per_value(128) for side in ("key", "value"))
-    assert nbytes == int(bits * 128 * 64 / 8)
+    products = 2 * 64 * 128 * case.rows
+    assert 0 < one < cycles < vector < instructions < products
+    assert instructions > products / 64 / 16
+    page = tool.prepared(case, 64)[0]._sequences[0][0]
+    arrays = [*page.keys.pages[0].values(), *page.values.pages[0].values()]
+    assert nbytes == sum(array.nbytes // array.shape[1] for array in arrays)
+
+
+LISTING = """
+  30e14:\tvmovq  %xmm30,%rcx
+  30e1a:\tvpbroadcastd (%r8),%zmm20
+  30e20:\tadd    $0x8,%r8
+  30e3c:\tvpermb %zmm31,%zmm27,%zmm21
+  30e49:\tvpdpbusd %zmm20,%zmm21,%zmm0
+  30e50:\tvpmovdb %zmm0,(%rax)
+  30e56:\tvpbroadcastd %eax,%zmm1
+"""
+
+
+def test_ports_are_those_of_the_instructions(tool, monkeypatch):
+    monkeypatch.setattr(
+        tool.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, LISTING)
+    )
+    assert tool.kinds_of(Path("library")) == {
+        0x30E3C: (1, 0),
+        0x30E49: (0, 1),
+        0x30E50: (2, 0),
+        0x30E56: (1, 0),
+    }

@@ -156,6 +156,15 @@ def executed(call: Callable[[], Any], library: Path) -> Counter[int]:
     child = os.fork()
     if child == 0:
         run_traced(call)
+    try:
+        return stepped(child, library)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def stepped(child: int, library: Path) -> Counter[int]:
+    """The same of a child in run_traced()."""
     wait_for_stop(child)
     base, size = mapped(child, library)
     trace(CONTINUE, child)
@@ -163,14 +172,14 @@ def executed(call: Callable[[], Any], library: Path) -> Counter[int]:
     counts: Counter[int] = Counter()
     while True:
         trace(STEP, child)
-        if wait_for_stop(child) == signal.SIGSTOP:
-            break
+        stopped = wait_for_stop(child)
+        if stopped == signal.SIGSTOP:
+            return counts
+        if stopped != signal.SIGTRAP:
+            raise Unable(f"the traced process was stopped by signal {stopped}.")
         at = trace(PEEK_USER, child, INSTRUCTION_POINTER) - base
         if 0 <= at < size:
             counts[at] += 1
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return counts
 
 
 def run_traced(call: Callable[[], Any]) -> NoReturn:

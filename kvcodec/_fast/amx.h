@@ -158,7 +158,7 @@ LANES_INLINE void amx_expand(amx_piece *piece, const int bits, const int groups,
 {
     const Py_ssize_t part_chunks = AMX_ELEMENTS / chunk_elements(bits);
     dot_bytes table[8];    /* a copy, which what is written to the buffer cannot change */
-    for (int i = 0; i < 8; i++)
+    for (int i = 0; i < 8 && bits < 8; i++)
         table[i] = tables[i];
     for (int part = 0; part < piece->parts; part++)
         piece->bytes[part] = amx_bytes(piece->product, piece->first + part * part_chunks, bits,

@@ -202,6 +202,12 @@ cdef inline float bytes_of_products(const Side *side, bint integers) noexcept no
     return tile_size(side.n, side.plan.dot_width, side.plan.values)
 
 
+cdef inline bint softmax_fetches(const Plan *plan, const Options *options) noexcept nogil:
+    """Whether probabilities are taken from integer sums of whole tiles."""
+    return (plan != NULL and not plan.by_token and options.integer_query and options.softcap == 0
+            and (not plan.center or plan.block % TILE == 0))
+
+
 cdef inline void share_fetching(const Unit *unit, Py_ssize_t rows, const Options *options,
                                 Fetch *fetch) noexcept nogil:
     """Spread what is fetched over the bytes that products read, and over the softmax."""
@@ -209,7 +215,7 @@ cdef inline void share_fetching(const Unit *unit, Py_ssize_t rows, const Options
                        + bytes_of_products(unit.values, options.probability_bits > 0))
     memset(fetch, 0, sizeof(Fetch))
     if read > 0:
-        if options.integer_query and unit.keys.plan != NULL and not unit.keys.plan.by_token:
+        if softmax_fetches(unit.keys.plan, options):
             read += rows * ROW_AS_BYTES
         fetch.share[0] = unit.keys.tile_bytes / (2 * read)
         fetch.share[1] = unit.values.tile_bytes / (2 * read)

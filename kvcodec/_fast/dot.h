@@ -582,7 +582,7 @@ static void dot_product(const Product *product, Py_ssize_t first, Py_ssize_t row
 /* Some products with `rows` rows each. The levels of codes of up to 4 bits are those of `table`,
    -127 to 127, or else code - half; of 8-bit codes they are code - 128. The caller knows whether no
    weight is negative, and what amx_begin returned, or 0. If `fetch` is not NULL, what it says is
-   fetched meanwhile, where codes are not brought to 8 bits first. */
+   fetched meanwhile, but not where vectors other than AMX's take codes that were brought to 8 bits. */
 static void dot_products(const Product *products, Py_ssize_t count, int bits, const int8_t *table,
                          int nonnegative, Py_ssize_t rows, Fetch *fetch, Py_ssize_t tile_rows)
 {

@@ -161,6 +161,7 @@ INLINE vfloat where_seen(vfloat x, Py_ssize_t number, Py_ssize_t low, Py_ssize_t
     const vint seen = (token >= (int32_t)low) & (token < (int32_t)high);
     return (vfloat)((seen & (vint)x) | (~seen & (vint)every(-INFINITY)));
 }
+#undef LANE
 
 /* Products to probabilities where only the tokens low <= t < high of a tile are seen; the others get
    0, and vectors without any token that is seen cost nothing more. */
@@ -195,15 +196,6 @@ static float probabilities_of_products(float *s, float factor, float limit, floa
     return probabilities_of(x, largest, lanes, s);
 }
 
-INLINE vfloat hide(vfloat x, int at, Py_ssize_t low, Py_ssize_t high)
-{
-    vint token;
-    for (int i = 0; i < LANES; i++)
-        token[i] = at + i;
-    const vint seen = (token >= (int)low) & (token < (int)high);
-    return (vfloat)((seen & (vint)x) | (~seen & (vint)every(-INFINITY)));
-}
-
 /* A row by way of its scores, for the tiles that probabilities_of_rows leaves to it. */
 static __attribute__((noinline)) float probabilities_of_row(
     const int32_t *sums, const float *scale, float query_scale, float center, int centered,
@@ -216,7 +208,7 @@ static __attribute__((noinline)) float probabilities_of_row(
         const vfloat signed_scale = load(scale + at);
         x[i] = centered ? product_of(sums + at, signed_scale, query_scale, center, 1)
                         : product_of(sums + at, signed_scale, query_scale, 0, 0);
-        x[i] = hide(score_of(x[i], factor, limit), at, low, high);
+        x[i] = where_seen(score_of(x[i], factor, limit), at, low, high);
     }
     return probabilities_of(x, largest, lanes, p);
 }
@@ -252,7 +244,7 @@ INLINE void probabilities_of_rows(const int32_t *sums, const float *scale, const
                              centered ? add_center(every(plain), signed_scale[i], from_center)
                                       : every(plain));
             if (masked)
-                x[i] = hide(x[i], i * LANES, low, high);
+                x[i] = where_seen(x[i], i * LANES, low, high);
             top = i ? LARGEST(top, x[i]) : x[0];
         }
         ratio[r] = 1;

@@ -95,6 +95,9 @@ def keep_tokens(kept, Py_ssize_t slot, x, Py_ssize_t first, Py_ssize_t stop):
     cdef Side target = side_of_array(kept), source = side_of_array(x)
     cdef Py_ssize_t n = source.n, count = (stop - first) * n, head, to
     cdef const float *tokens
+    if (not kept.flags.writeable or target.heads != source.heads or target.n != n or first < 0
+            or slot < 0 or stop > source.tokens or slot + stop - first > target.tokens):
+        raise ValueError("kept must be writable and have room for the tokens.")
     for head in range(source.heads):
         tokens = source.exact + (head * source.tokens + first) * n
         to = (head * target.tokens + slot) * n
