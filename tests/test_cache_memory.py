@@ -9,6 +9,7 @@ from cache_cases import every_preset, feed, part, sequence, small_cache, state
 from cache_model import buffers
 
 import kvcodec as kv
+from kvcodec import _backend
 from kvcodec.blocks import PAGE_UNITS, TILE, units_of
 from kvcodec.testing import assert_same_bits
 
@@ -270,3 +271,15 @@ def test_a_cache_comes_back_from_a_pickle_even_in_buffers_that_cannot_be_written
     assert_same_bits(state(back), state(cache))
     assert_same_bits(feed(back, arrays), feed(cache, arrays))
     assert_same_bits(state(back), state(cache))
+
+
+def test_kept_tokens_do_not_go_beyond_their_buffer():
+    kept, x = np.zeros((1, 2, 5, 8), dtype=np.float32), np.ones((1, 2, 6, 8), dtype=np.float32)
+    keep_tokens = _backend.resolve().keep_tokens
+    keep_tokens(kept, 3, x, 1, 3)
+    assert (kept != 0).any(axis=(0, 1, 3)).tolist() == [False] * 3 + [True] * 2
+    with pytest.raises(ValueError, match=r"room|broadcast"):
+        keep_tokens(kept, 3, x, 1, 4)
+    kept.flags.writeable = False
+    with pytest.raises(ValueError, match=r"writable|read-only"):
+        keep_tokens(kept, 0, x, 0, 1)
