@@ -80,11 +80,8 @@ class Tail:
         kept = slice(self.first - self.base, self.end - self.base)
         moved = []
         for old in (self.k, self.v):
-            new = np.empty((*old.shape[:2], lead + slots, old.shape[3]), dtype=old.dtype)
-            end = lead + kept.stop - kept.start
-            new[:, :, :lead] = 0
-            new[:, :, lead:end] = old[:, :, kept]
-            new[:, :, end:] = 0
+            new = np.zeros((*old.shape[:2], lead + slots, old.shape[3]), dtype=old.dtype)
+            new[:, :, lead : lead + kept.stop - kept.start] = old[:, :, kept]
             moved.append(new)
         self.k, self.v = moved
         self.base = self.first - lead

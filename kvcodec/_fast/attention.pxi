@@ -252,6 +252,7 @@ cdef inline bint attend_span(const float *q, const Part *parts, const Span *span
     cdef const Part *part = parts + span.part
     cdef const int64_t *start = part.start + task.batch * task.q_len + task.first
     cdef const int64_t *stop = part.stop + task.batch * task.q_len + task.first
+    cdef const float *query
     cdef int64_t low = INT64_MAX, high = 0
     cdef Py_ssize_t row, i, index, kv_head = task.head % part.kv_heads
     cdef Unit units[4]
@@ -268,8 +269,10 @@ cdef inline bint attend_span(const float *q, const Part *parts, const Span *span
         return False
     if not task.normalized:
         for row in range(task.rows):
-            work.factor[row] = normalize_row(q + query_index(task, row) * part.keys.n, part.keys.n,
-                                             options.scale, work.query + row * work.n)
+            query = q + query_index(task, row) * part.keys.n
+            fetch(query + task.positions * part.keys.n, part.keys.n)  # of the next task
+            work.factor[row] = normalize_row(query, part.keys.n, options.scale,
+                                             work.query + row * work.n)
         task.normalized = True
     if task.prepared != span.part and part.keys.plan != NULL:
         for row in range(task.rows):

@@ -124,8 +124,11 @@ INLINE void float_dots_of(const float *tokens, const int together, Py_ssize_t n,
                           Py_ssize_t out_stride)
 {
     const Py_ssize_t whole = n / 16 * 16;
-    vfloat sums[ROWS_TOGETHER * TOKENS_TOGETHER][SUMS] = {0}, x[TOKENS_TOGETHER];
+    vfloat sums[ROWS_TOGETHER * TOKENS_TOGETHER][SUMS], x[TOKENS_TOGETHER];
     float totals[ROWS_TOGETHER * TOKENS_TOGETHER];
+    for (int i = 0; i < row_count * together; i++)  /* an initializer would clear it in memory */
+        for (int part = 0; part < SUMS; part++)
+            sums[i][part] = every(0);
     for (Py_ssize_t c = 0; c < whole; c += 16)
         for (int part = 0; part < SUMS; part++) {
             for (int t = 0; t < together; t++)
