@@ -89,36 +89,40 @@ class Blocks:
         """Add whole blocks of encoded (or exact) tokens of batch 1, the first of this number."""
         done, total = 0, x.shape[2]
         while done < total:
-            slot = self._open_slot(number + done, total - done)
-            size = min(self.unit - slot, total - done)
-            self._write(x, done, slot, size, kernels)
-            self.count[self.units - 1] += size
+            units, slot = 1, self._open_slot()
+            if slot == self.unit:
+                units, slot = self._add_units(number + done, total - done), 0
+            size = min(units * self.unit - slot, total - done)
+            self._write(x, done, units, slot, size, kernels)
+            self.count[self.units - units : self.units] += size // units
             done += size
 
-    def _open_slot(self, number: int, tokens: int) -> int:
-        """The slot for the next of so many tokens in the last unit, which may be a new one."""
-        if self.units:
-            used = int(self.count[self.units - 1])
-            # A unit that was cropped inside a block stays short: its groups are complete.
-            if used < self.unit and used % self.block == 0:
-                return used
-        self._add_unit(number, tokens // self.unit)
-        return 0
+    def _open_slot(self) -> int:
+        """The slot of the last unit that the next token goes to; the number of slots for none."""
+        used = int(self.count[self.units - 1]) if self.units else self.unit
+        # A unit that was cropped inside a block stays short: its groups are complete.
+        return used if used % self.block == 0 else self.unit
 
-    def _add_unit(self, number: int, wanted: int) -> None:
+    def _add_units(self, number: int, tokens: int) -> int:
+        """Begin a unit, and as many more of a page as the tokens fill; returns how many."""
+        wanted = tokens // self.unit
         if self.units == self.room:
             self._add_page(wanted)
-        if self.units == len(self.first):
+        at, inside = self._place_of(self.units)
+        units = max(1, min(wanted, units_of(self.pages[at]) - inside))
+        while self.units + units > len(self.first):
             self.first = np.concatenate([self.first, np.zeros_like(self.first)])
             self.count = np.concatenate([self.count, np.zeros_like(self.count)])
-        self.first[self.units] = number
-        self.count[self.units] = 0
-        self.units += 1
+        new = slice(self.units, self.units + units)
+        self.first[new] = number + self.unit * np.arange(units)
+        self.count[new] = 0
+        self.units += units
+        return units
 
     def append_unit(self, x: Encoded | NDArray[Any], number: int, kernels: Any) -> None:
         """Add a unit as it was in another Blocks, short or not."""
-        self._add_unit(number, 1)
-        self._write(x, 0, 0, x.shape[2], kernels)
+        self._add_units(number, min(x.shape[2], self.unit))
+        self._write(x, 0, 1, 0, x.shape[2], kernels)
         self.count[self.units - 1] = x.shape[2]
 
     def _next_page_units(self, wanted: int) -> int:
@@ -154,9 +158,12 @@ class Blocks:
             at += 1
         return at, index
 
-    def _write(self, x: Any, done: int, slot: int, size: int, kernels: Any) -> None:
-        """Put tokens done .. done + size - 1 of x into the last unit from this slot on."""
-        at, index = self._place_of(self.units - 1)
+    def _write(self, x: Any, done: int, units: int, slot: int, size: int, kernels: Any) -> None:
+        """Put tokens done .. done + size - 1 of x into the last units, of one page.
+
+        The first of them goes to this slot.
+        """
+        at, index = self._place_of(self.units - units)
         if self.shared[at]:
             self.pages[at] = _arena.copies(self.pages[at])
             self.shared[at] = False
@@ -165,10 +172,12 @@ class Blocks:
         for name, step in self.steps().items():
             source = x if name == "exact" else getattr(x, name)
             new = source[0, :, done // step : -(-(done + size) // step)]
+            kept = page[name][:, index : index + units]
+            kept = kept.reshape(self.heads, -1, *kept.shape[3:])  # a view: it lies in one piece
             if name == "packed":
-                self._write_tiles(page[name][:, index], slot, new, kernels)
+                self._write_tiles(kept, slot, new, kernels)
             else:
-                page[name][:, index, slot // step : slot // step + new.shape[1]] = new
+                kept[:, slot // step : slot // step + new.shape[1]] = new
 
     def _tile_bytes(self) -> int:
         codec: Any = self.codec

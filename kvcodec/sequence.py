@@ -139,6 +139,9 @@ class Sequence:
         self.end = 0
         self.packed_end = sinks
         self.evicted = 0
+        # Exact tokens where they were given, and the first one's number, until `trim`: their own
+        # queries see them, but most of them are packed already.
+        self.prompt: tuple[NDArray[Any], NDArray[Any], int] | None = None
         self.released = sinks  # tokens between the sinks and this number may be gone
         # Of the queries of early tokens, by token; None where no query was given.
         self.energy: list[NDArray[np.float64] | None] = []
@@ -229,11 +232,38 @@ class Sequence:
             self._note_queries(q, kernels)
         if new_sinks:
             self.sinks.append(k, v, 0, new_sinks, kernels)
+        ready = (self.end + new - layer.recent - self.packed_end) // layer.block * layer.block
+        if ready > 0 and self._exact_without_tail():
+            self._append_prompt(k, v, new_sinks, ready, kernels)
+            return
         self.tail.append(k, v, new_sinks, new, kernels)
         self.end += new
-        ready = (self.end - layer.recent - self.packed_end) // layer.block
         if ready > 0:
-            self._pack(ready * layer.block, kernels)
+            self._pack(*self.tail.take(self.packed_end, self.packed_end + ready), kernels)
+
+    def _exact_without_tail(self) -> bool:
+        """Whether new tokens can be seen where they are, as there are none that they follow."""
+        tail = self.tail
+        return tail.first == tail.end == tail.base and tail.k.dtype == np.float32
+
+    def _append_prompt(
+        self, k: Floats, v: Floats, new_sinks: int, ready: int, kernels: ModuleType
+    ) -> None:
+        """Pack so many tokens without copying them to the tail, which keeps only the others."""
+        start, new = self.packed_end, k.shape[2]
+        seen = (k[:, :, new_sinks:], v[:, :, new_sinks:])
+        self.prompt = (*seen, start)
+        self.end += new
+        self._pack(*(x[:, :, :ready] for x in seen), kernels)
+        kept = self._packed_end_at(self.end - self.layer.rollback)
+        self.tail.restart(kept)
+        if kept < self.end:
+            self.tail.append(k, v, new_sinks + kept - start, new, kernels)
+
+    def exact(self) -> tuple[NDArray[Any], NDArray[Any], int]:
+        """Keys, values and the first token's number of what queries may see after the sinks."""
+        tail = self.tail
+        return (tail.k, tail.v, tail.base) if self.prompt is None else self.prompt
 
     def _note_queries(self, q: Floats, kernels: ModuleType) -> None:
         """Keep the energy of the queries of tokens up to the end of the first block."""
@@ -247,9 +277,10 @@ class Sequence:
         grouped = by_token.reshape(-1, layer.kv_heads, repeats, layer.key_dim)
         self.energy += [kernels.channel_energy(heads) for heads in grouped]
 
-    def _pack(self, tokens: int, kernels: ModuleType) -> None:
-        exact = self.tail.take(self.packed_end, self.packed_end + tokens)
-        k, v = (np.ascontiguousarray(load(x)) for x in exact)
+    def _pack(self, exact_k: NDArray[Any], exact_v: NDArray[Any], kernels: ModuleType) -> None:
+        """Pack the tokens that come next."""
+        exact = exact_k, exact_v
+        k, v = map(load, exact)
         codec, weights = self.keys.codec, self.keys.weights
         if self.packed_end == self.layer.sinks and codec is not None and codec.equalize:
             weights = self._weights(k, codec, kernels)
@@ -263,7 +294,7 @@ class Sequence:
         self.keys.codec, self.keys.weights = codec, weights
         self.keys.append(keys, self.packed_end, kernels)
         self.values.append(values, self.packed_end, kernels)
-        self.packed_end += tokens
+        self.packed_end += k.shape[2]
 
     def _weights(self, k: Floats, codec: Codec, kernels: ModuleType) -> Floats | None:
         """Equalizing weights from the early queries and the first block; None without queries."""
@@ -281,6 +312,7 @@ class Sequence:
 
     def trim(self) -> None:
         """Let go of what no query and no crop within `rollback` can ask for."""
+        self.prompt = None
         if self._is_trimmed():
             return
         layer = self.layer
@@ -303,6 +335,7 @@ class Sequence:
             self.tail.first == self.packed_end
             and self.released == layer.sinks + self.evicted
             and layer.window is None
+            and (not self.energy or self.tail.first < layer.sinks + layer.block)
         )
 
     def _packed_end_at(self, end: int) -> int:
@@ -324,7 +357,8 @@ class Sequence:
         The body ended at `packed_end` before their tokens came, and they may have packed up to
         `most_blocks` more.
         """
-        layer, tail = self.layer, self.tail
+        layer = self.layer
+        exact_k, exact_v, base = self.exact()
         ranges = cache_ranges(
             tokens,
             self.end,
@@ -337,12 +371,12 @@ class Sequence:
             causal,
             window or 0,
             layer.window or 0,
-            tail.base,
+            base,
         )
         return [
             Segment(self.sinks.k, self.sinks.v, ranges[0, 0], ranges[0, 1]),
             Segment(self.keys, self.values, ranges[1, 0], ranges[1, 1]),
-            Segment(tail.k, tail.v, ranges[2, 0], ranges[2, 1], tail.base - tail.origin),
+            Segment(exact_k, exact_v, ranges[2, 0], ranges[2, 1], base - layer.sinks),
         ]
 
     def number_of(self, length: int) -> int:

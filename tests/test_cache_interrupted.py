@@ -1,7 +1,9 @@
 """A call that is interrupted leaves the cache as it was; copies of all kinds work."""
 
 import copy
+import itertools
 import pickle
+import weakref
 from contextlib import suppress
 
 import numpy as np
@@ -26,10 +28,10 @@ def tokens(count, batch=2, heads=2, head_dim=16):
     return rng.standard_normal((3, batch, heads, count, head_dim), dtype=np.float32)
 
 
-def filled(**options):
+def filled(count=150, **options):
     options = {"recent": 10, "batch": 2} | options
     cache = kv.KVCache(1, 2, 16, "int4", "int4", **options)
-    cache.append_attend(0, *tokens(150))
+    cache.append_attend(0, *tokens(count))
     return cache
 
 
@@ -47,10 +49,11 @@ def filled(**options):
 )
 @pytest.mark.parametrize("calls_before", [0, 1, 3])
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("start", [0, 150])
 def test_an_interrupted_append_is_done_whole_or_not_at_all(
-    monkeypatch, owner, name, calls_before, error
+    monkeypatch, owner, name, calls_before, error, start
 ):
-    cache, twin = filled(), filled()
+    cache, twin = filled(start), filled(start)
     before = contents(cache)
     original, calls = getattr(owner, name), []
 
@@ -65,7 +68,7 @@ def test_an_interrupted_append_is_done_whole_or_not_at_all(
         patch.setattr(owner, name, interrupted)
         with suppress(error):
             cache.append_attend(0, *new)
-    if len(cache) == 150:
+    if len(cache) == start:
         assert_same_bits(contents(cache), before)
     else:
         twin.append_attend(0, *new)
@@ -132,6 +135,41 @@ def test_the_table_for_notebooks_shows_names_as_they_are():
     table = kv.KVCache(1, 2, 16, named, "int4")._repr_html_()
     assert "<b>" not in table
     assert "&lt;b&gt;int4" in table
+
+
+@pytest.mark.parametrize("options", [{}, {"recent": 0}, {"rollback": 40}, {"window": 50}])
+@pytest.mark.parametrize("attends", [False, True])
+def test_a_prompt_is_neither_kept_nor_read_again(options, attends):
+    cache, twin = (kv.KVCache(1, 2, 16, **options) for _ in range(2))
+    q, k, v = (x.copy() for x in tokens(300, batch=1))
+    given = (q, k, v) if attends else (k, v)
+    for each in (cache, twin):
+        (each.append_attend if attends else each.append)(0, *given)
+    held = weakref.ref(k), weakref.ref(v)
+    k[...], v[...] = 1, 1
+    assert_same_bits(contents(cache), contents(twin))
+    new = tokens(100, batch=1)
+    assert_same_bits(cache.append_attend(0, *new), twin.append_attend(0, *new))
+    del k, v, given
+    assert [x() for x in held] == [None, None]
+
+
+@pytest.mark.parametrize("exact_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("options", [{}, {"recent": 0}, {"rollback": 40}, {"window": 50}])
+@pytest.mark.parametrize("before", [0, 3, 4, 5])
+def test_a_prompt_in_one_piece_leaves_what_token_by_token_does(exact_dtype, options, before):
+    options = {"block": 32, "exact_dtype": exact_dtype} | options
+    codecs = [kv.codec("int4", block=32, equalize=False, side=side) for side in ("key", "value")]
+    caches = [kv.KVCache(1, 2, 16, *codecs, **options) for _ in range(2)]
+    q, k, v = tokens(before + 200, batch=1)
+    outputs = []
+    for cache, step in zip(caches, (200, 1), strict=True):
+        cuts = [0, *range(before, before + 201, step)]
+        parts = [slice(a, b) for a, b in itertools.pairwise(cuts) if a < b]
+        outputs.append([cache.append_attend(0, *(x[:, :, p] for x in (q, k, v))) for p in parts])
+    whole, single = (np.concatenate(part, axis=2) for part in outputs)
+    assert_same_bits(whole[:, :, before:], single[:, :, before:])
+    assert_same_bits(contents(caches[0]), contents(caches[1]))
 
 
 def test_room_for_a_prompt_is_given_back():

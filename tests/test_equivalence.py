@@ -447,11 +447,13 @@ def sequences_and_queries(draw):
     ]
     exact = (pick(0, 4), pick(0, 20), block, rollback, window, pick("float32", "bfloat16"), 0)
     sequence = Sequence(Layer(2, 32, 16, *codecs, *exact))
-    for tokens in (pick(0, 3, 40, 150), pick(1, 70)):
+    for tokens, is_last in ((pick(0, 3, 40, 150), False), (pick(1, 70, 200), True)):
         before, packed_end = sequence.end, sequence.packed_end
         k, v = (random.standard_normal((1, 2, tokens, n), dtype=np.float32) for n in (32, 16))
         sequence.append(k, v, None, reference)
         appended = packed_end, max(pick(before - packed_end, sequence.end), 0) // block
+        if is_last and pick(True, False):
+            break  # as when the tokens' own queries see them
         sequence.trim()
         sequence.evict(draw(st.integers(0, max(sequence.length - exact[0] - 3, 0) // 2)))
     counts = (count for count in (1, 40, 20, 2, 0) if count <= sequence.length)

@@ -104,6 +104,7 @@ cdef struct Side:
     const Plan *plan
     Py_ssize_t heads           # KV heads
     Py_ssize_t tokens
+    Py_ssize_t pitch           # exact tokens from the first of one head to that of the next
     Py_ssize_t n
     Py_ssize_t token_groups    # groups of tokens
     Py_ssize_t blocks
@@ -131,17 +132,30 @@ cdef Side side_of(x, list keep):
 
 
 cdef Side side_of_array(x):
-    """The pointer of exact tokens (batch, kv_heads, tokens, head_dim) and their shape."""
+    """The pointer of exact tokens (batch, kv_heads, tokens, head_dim) and their shape.
+
+    The tokens of a head must lie in one piece, and heads one as far from the next as all others.
+    """
     cdef Side side
     cdef Py_buffer view
+    cdef Py_ssize_t row
+    cdef bint even
     memset(&side, 0, sizeof(Side))
-    PyObject_GetBuffer(x, &view, PyBUF_ND)
+    PyObject_GetBuffer(x, &view, PyBUF_STRIDES)
     side.heads, side.tokens, side.n = view.shape[1], view.shape[2], view.shape[3]
+    row = side.n * view.itemsize
+    side.pitch = view.strides[1] // row if row and side.heads > 1 else side.tokens
+    even = PyBuffer_IsContiguous(&view, c"C") or (
+        view.strides[3] == view.itemsize and view.strides[2] == row
+        and (side.heads == 1 or view.strides[1] == side.pitch * row)
+        and (view.shape[0] == 1 or view.strides[0] == side.heads * side.pitch * row))
     if view.itemsize == 2:
         side.bfloat16 = <const uint16_t *> view.buf
     else:
         side.exact = <const float *> view.buf
     PyBuffer_Release(&view)  # the caller keeps x, and with it the memory
+    if not even:
+        raise ValueError("exact tokens of a head must lie in one piece.")
     return side
 
 
@@ -310,15 +324,15 @@ cdef Py_ssize_t carve_scratch(char *base, Scratch *scratch, const Plan *plan,
     return at
 
 
-cdef void encode_block(const float *x, const Side *side, uint8_t *packed, int8_t *center_levels,
-                       void *center_scale, Py_ssize_t head, Py_ssize_t first, Py_ssize_t tokens,
-                       Scratch scratch) noexcept nogil:
+cdef void encode_block(const float *x, Py_ssize_t pitch, const Side *side, uint8_t *packed,
+                       int8_t *center_levels, void *center_scale, Py_ssize_t head,
+                       Py_ssize_t first, Py_ssize_t tokens, Scratch scratch) noexcept nogil:
     cdef const Plan *plan = side.plan
     cdef Py_ssize_t n = plan.n, index = head * side.tokens + first, block
     cdef const float *weights = side.weights
     if weights != NULL:
         weights = weights + head * n
-    x = x + index * n
+    x = x + (head * pitch + first) * n
     if plan.center:
         block = head * side.blocks + first // plan.block
         center_block(x, tokens, plan, scratch, center_levels + block * n, center_scale, block)
@@ -329,15 +343,15 @@ cdef void encode_block(const float *x, const Side *side, uint8_t *packed, int8_t
         encode_tokens(x, side, weights, scratch, index, tokens, packed)
 
 
-cdef void encode_unit(const float *x, const Side *side, uint8_t *packed, int8_t *center_levels,
-                      void *center_scale, Py_ssize_t task, Py_ssize_t unit,
+cdef void encode_unit(const float *x, Py_ssize_t pitch, const Side *side, uint8_t *packed,
+                      int8_t *center_levels, void *center_scale, Py_ssize_t task, Py_ssize_t unit,
                       char *base) noexcept nogil:
     """Encode the task-th stretch of `unit` tokens of all heads."""
     cdef Py_ssize_t units = (side.tokens + unit - 1) // unit
     cdef Py_ssize_t head = task // units, first = task % units * unit
     cdef Scratch scratch
     carve_scratch(base, &scratch, side.plan, unit)
-    encode_block(x, side, packed, center_levels, center_scale, head, first,
+    encode_block(x, pitch, side, packed, center_levels, center_scale, head, first,
                  unit if first + unit < side.tokens else side.tokens - first, scratch)
 
 
@@ -354,7 +368,7 @@ def encode(x, codec, weights):
     encoded = empty_encoded(codec, x.shape, weights)
     keep = []
     cdef Side side = side_of(encoded, keep)
-    cdef const float *source = <const float *> address(x)
+    cdef Side source = side_of_array(x)
     cdef uint8_t *packed = <uint8_t *> address(encoded.packed)
     cdef int8_t *center_levels = <int8_t *> address(encoded.center_levels)
     cdef void *center_scale = <void *> address(encoded.center_scale)
@@ -363,8 +377,8 @@ def encode(x, codec, weights):
     cdef uint8_t[::1] scratch = np.empty(threads * thread_bytes + 64, dtype=np.uint8)
     cdef Py_ssize_t task, tasks = x.shape[0] * x.shape[1] * units
     for task in prange(tasks, nogil=True, num_threads=threads, schedule="static"):
-        encode_unit(source, &side, packed, center_levels, center_scale, task, unit,
-                    aligned(scratch, thread_bytes, threadid()))
+        encode_unit(source.exact, source.pitch, &side, packed, center_levels, center_scale, task,
+                    unit, aligned(scratch, thread_bytes, threadid()))
     return encoded
 
 

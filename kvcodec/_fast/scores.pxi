@@ -281,7 +281,7 @@ cdef inline void dequantize_tile(const Side *side, Py_ssize_t head, Py_ssize_t f
 cdef inline const float *floats_at(const Side *side, Py_ssize_t head, Py_ssize_t first,
                                    Py_ssize_t tokens, Work *work) noexcept nogil:
     """The tokens of a tile as float32 (tokens, n), of which work.low to work.high are filled in."""
-    cdef Py_ssize_t at = (head * side.tokens + first) * side.n, low = work.low * side.n
+    cdef Py_ssize_t at = (head * side.pitch + first) * side.n, low = work.low * side.n
     if side.exact != NULL:
         return side.exact + at
     if side.bfloat16 != NULL:

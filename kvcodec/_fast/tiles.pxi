@@ -86,23 +86,26 @@ cdef inline void write_tile(uint8_t *tile, Py_ssize_t slot, const uint8_t *packe
 def write_tiles(tiles, Py_ssize_t slot, packed, Py_ssize_t n, int width, str side):
     """Put canonical rows (heads, tokens, row_bytes) into tiles (heads, count, tile_bytes)."""
     cdef Py_ssize_t heads = tiles.shape[0]
-    cdef Py_ssize_t tokens = packed.shape[1], row_bytes = packed.shape[2], head, tile, first, last
-    cdef Py_ssize_t first_tile = slot // TILE, tiles_used = (slot + tokens + TILE - 1) // TILE
+    cdef Py_ssize_t tokens = packed.shape[1], row_bytes = packed.shape[2], tile, first, last
+    cdef Py_ssize_t first_tile = slot // TILE, used = (slot + tokens + TILE - 1) // TILE
+    cdef Py_ssize_t task
     cdef bint values = side == "value"
+    cdef int threads = threads_for(heads * tokens * n)
     cdef uint8_t[:, :, :] target = tiles
     if tiles.strides[2] != 1:
         raise ValueError("tiles must have their bytes side by side.")
-    packed = np.ascontiguousarray(packed)
-    cdef const uint8_t *source = <const uint8_t *> address(packed)
-    cdef uint8_t[::1] scratch = np.empty(TILE * n, dtype=np.uint8)
-    with nogil:
-        for head in range(heads):
-            for tile in range(first_tile, tiles_used):
-                first = max(slot, tile * TILE)
-                last = min(slot + tokens, (tile + 1) * TILE)
-                write_tile(&target[head, tile, 0], first - tile * TILE,
-                           source + (head * tokens + first - slot) * row_bytes, last - first,
-                           row_bytes, n, width, values, &scratch[0])
+    if packed.strides[1:] != (row_bytes, 1):
+        packed = np.ascontiguousarray(packed)
+    cdef const uint8_t[:, :, :] source = packed
+    cdef uint8_t[:, ::1] scratch = np.empty((threads, TILE * n), dtype=np.uint8)
+    used = used - first_tile
+    for task in prange(heads * used, nogil=True, num_threads=threads, schedule="static"):
+        tile = first_tile + task % used
+        first = max(slot, tile * TILE)
+        last = min(slot + tokens, (tile + 1) * TILE)
+        write_tile(&target[task // used, tile, 0], first - tile * TILE,
+                   &source[task // used, first - slot, 0], last - first, row_bytes, n, width,
+                   values, &scratch[threadid(), 0])
 
 
 def read_tiles(tiles, Py_ssize_t tokens, Py_ssize_t n, int width, str side):

@@ -67,15 +67,16 @@ def attend_sequence(q, sequence, Py_ssize_t packed_end, Py_ssize_t most_blocks, 
     cdef Options options = options_of(scale, softcap, query_bits, probability_bits)
     cdef Memory ranges = Memory(6 * count * sizeof(int64_t))
     cdef int64_t *edges = <int64_t *> ranges.start
-    layer, sinks, tail = sequence.layer, sequence.sinks, sequence.tail
-    sink_k, sink_v, tail_k, tail_v = sinks.k, sinks.v, tail.k, tail.v
-    cdef int64_t base = tail.base
+    layer, sinks = sequence.layer, sequence.sinks
+    sink_k, sink_v = sinks.k, sinks.v
+    tail_k, tail_v, base_number = sequence.exact()
+    cdef int64_t base = base_number
     keep = []
     find_ranges(count, sequence.end, layer.sinks, sequence.evicted, packed_end, most_blocks,
                 layer.recent, layer.block, causal, window or 0, layer.window or 0, base, edges)
     parts[0] = array_part(sink_k, sink_v, 0, keep)
     parts[1] = paged_part(sequence.keys, sequence.values, keep)
-    parts[2] = array_part(tail_k, tail_v, base - tail.origin, keep)
+    parts[2] = array_part(tail_k, tail_v, base - layer.sinks, keep)
     for i in range(3):
         parts[i].start = edges + 2 * i * count
         parts[i].stop = parts[i].start + count
@@ -99,8 +100,8 @@ def keep_tokens(kept, Py_ssize_t slot, x, Py_ssize_t first, Py_ssize_t stop):
             or slot < 0 or stop > source.tokens or slot + stop - first > target.tokens):
         raise ValueError("kept must be writable and have room for the tokens.")
     for head in range(source.heads):
-        tokens = source.exact + (head * source.tokens + first) * n
-        to = (head * target.tokens + slot) * n
+        tokens = source.exact + (head * source.pitch + first) * n
+        to = (head * target.pitch + slot) * n
         if target.bfloat16 == NULL:
             memcpy(<float *> target.exact + to, tokens, count * sizeof(float))
         else:
