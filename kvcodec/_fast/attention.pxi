@@ -11,7 +11,6 @@
 # same.
 
 cdef enum:
-    ROWS = 32                  # rows of a task that are aimed for when there are many queries
     MOST_SEGMENTS = 8
     TASKS_A_THREAD = 4         # fewer would not share the work evenly
 
@@ -472,7 +471,7 @@ cdef attend_parts(q, Part *parts, Py_ssize_t count, const Options *options):
     shape.kv_heads = parts[0].kv_heads
     shape.q_len = q_len
     shape.repeats = q_heads // shape.kv_heads
-    shape.each = max(1, min(shape.q_len, ROWS // shape.repeats))
+    shape.each = max(1, min(shape.q_len, TASK_ROWS // shape.repeats))
     shape.slices = (shape.q_len + shape.each - 1) // shape.each
     shape.n = max(parts[0].keys.n, parts[0].values.n)
     tasks = batch * shape.kv_heads * shape.slices

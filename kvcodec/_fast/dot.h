@@ -484,9 +484,13 @@ typedef struct {
 
 enum { DOT_STRIDE = TILE_TOKENS };
 
+/* TASK_ROWS are the rows that are aimed for where there are many queries: a block of AMX, or as many
+   as make up for what bringing a tile to bytes takes. */
 #if defined(__AMX_INT8__) && DOT_WIDTH == 64
 #include "amx.h"
+enum { TASK_ROWS = AMX_ROWS };
 #else
+enum { TASK_ROWS = 32 };
 static Py_ssize_t amx_begin(Py_ssize_t rows) { return (void)rows, 0; }
 static void amx_end(Py_ssize_t tile_rows) { (void)tile_rows; }
 #endif

@@ -17,6 +17,7 @@ cdef extern from "dot.h" nogil:
                      uint8_t *codes, Py_ssize_t stride)
     void unpack_values(const uint8_t *packed, Py_ssize_t tokens, Py_ssize_t n, int bits,
                        uint8_t *codes, Py_ssize_t stride)
+    enum: TASK_ROWS
     ctypedef struct Product:
         const uint8_t *packed
         Py_ssize_t stride_groups
