@@ -239,7 +239,11 @@ cdef inline void attend_unit(const Unit *unit, Py_ssize_t index, const Task *tas
         work.low = max(seen_low - first, <int64_t> 0)
         work.high = min(seen_high - first, <int64_t> tokens)
         look_ahead(unit, tile, (tile if unit.tokens > TILE else index) & 1, &work.fetch)
-        multiply_tile(unit.keys, unit.key_head, first, tokens, task.rows, options, work)
+        if unit.keys.plan == NULL and unit.values.plan == NULL:
+            multiply_exact(unit.keys, unit.values, unit.key_head, unit.value_head, first,
+                           task.rows, work)
+        else:
+            multiply_tile(unit.keys, unit.key_head, first, tokens, task.rows, options, work)
         softmax_rows(unit, first, tokens, task, start, stop, options, work)
         add_values(unit.values, unit.value_head, first, tokens, task.rows, options.probability_bits,
                    work.part.values, work)
