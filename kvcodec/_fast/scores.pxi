@@ -338,7 +338,7 @@ cdef inline void add_centers(const Side *keys, Py_ssize_t head, Py_ssize_t first
 
 cdef inline Fetch *fetch_of(Work *work) noexcept nogil:
     """What to fetch meanwhile; NULL for nothing."""
-    return &work.fetch if work.fetch.share[0] + work.fetch.share[1] > 0 else NULL
+    return &work.fetch if work.fetch.rate > 0 else NULL
 
 
 cdef inline void load_scales(const Side *side, Py_ssize_t at, Py_ssize_t tokens,

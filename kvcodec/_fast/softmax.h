@@ -222,11 +222,6 @@ INLINE void probabilities_of_rows(const int32_t *sums, const float *scale, const
                                   float *ratio, Fetch *fetch)
 {
     vfloat signed_scale[TILE_VECTORS];
-    int keys = 0, values = 0;
-    if (fetch) {
-        keys = ROW_AS_BYTES * fetch->share[0];
-        values = ROW_AS_BYTES * fetch->share[1];
-    }
     for (int i = 0; i < TILE_VECTORS; i++)
         signed_scale[i] = load(scale + i * LANES);
     for (Py_ssize_t r = 0; r < rows; r++, sums += 64, lanes += 16, p += 64) {
@@ -235,7 +230,7 @@ INLINE void probabilities_of_rows(const int32_t *sums, const float *scale, const
         const float plain = -(largest[r] * LOG2_E);
         vfloat x[TILE_VECTORS], top, total[SUMS];
         if (fetch)
-            fetch_some(fetch, keys, values);
+            fetch_some(fetch, ROW_AS_BYTES / 16 * fetch->rate);
         for (int i = 0; i < TILE_VECTORS; i++) {
             vint sum;
             memcpy(&sum, sums + i * LANES, sizeof sum);
