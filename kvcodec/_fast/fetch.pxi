@@ -1,11 +1,12 @@
 # What to fetch while attention goes over tiles (fetch.h). Pages of 4 KiB are what the processor's
-# prefetcher goes by: so that each stream has pages of its own, tiles that are smaller are fetched
-# four at a time. They lie side by side, but for those in different pages of tokens. Their scales and
-# centers are fetched tile by tile.
+# prefetcher goes by: so that each stream has pages of its own, two tiles or, of small ones, more are
+# fetched together. They lie side by side, but for those in different pages of tokens. Their scales
+# and centers are fetched tile by tile.
 
 cdef enum:
     MEMORY_PAGE = 4096
-    MOST_ARRAYS = 6            # scales and zero points of both sides; centers and their scales
+    MOST_TILES = 8             # that are fetched together
+    MOST_ARRAYS = 8            # scales, zero points, centers and their scales of both sides
 
 
 cdef struct Ahead:
@@ -37,7 +38,11 @@ cdef inline bint softmax_fetches(const Plan *plan, const Options *options) noexc
 cdef inline void prepare_fetching(const Part *part, Py_ssize_t head, Py_ssize_t kv_head,
                                   Py_ssize_t rows, const Options *options, Ahead *ahead,
                                   Fetch *fetch) noexcept nogil:
-    """Spread what is fetched over the bytes that products read, and over the softmax."""
+    """Spread what is fetched over the bytes that products read, and over the softmax.
+
+    Nothing is fetched of tokens that are not in pages, or whose products are all in floats of a
+    dequantized tile.
+    """
     cdef Unit unit = unit_of(part, head, kv_head, 0)
     cdef Py_ssize_t keys = unit.keys.tile_bytes, values = unit.values.tile_bytes
     cdef Py_ssize_t most = max(keys, values)
@@ -51,9 +56,11 @@ cdef inline void prepare_fetching(const Part *part, Py_ssize_t head, Py_ssize_t 
         read += rows * ROW_AS_BYTES
     ahead.part, ahead.head, ahead.kv_head = part, head, kv_head
     ahead.unit_tiles = unit.keys.tokens // TILE if keys > 0 else unit.values.tokens // TILE
-    ahead.tiles = 2 if most >= MEMORY_PAGE else 4
+    ahead.tiles = 2
+    while ahead.tiles < MOST_TILES and ahead.tiles * most < 2 * MEMORY_PAGE:
+        ahead.tiles *= 2
     ahead.touches = (most + 2 * LINE - 1) // (2 * LINE)
-    fetch.rate = <int> (DUE * 16 * ahead.touches / read) + 1
+    fetch.rate = <int> (<float> DUE * 16 * ahead.touches / read) + 1
     fetch.due = -DUE
     fetch.keys_step = (LINE * keys + most - 1) // most
     fetch.values_step = (LINE * values + most - 1) // most
@@ -70,7 +77,7 @@ cdef inline void add_array(const void *start, Py_ssize_t first, Py_ssize_t count
 
 cdef inline const uint8_t *tile_ahead(const Side *side, Py_ssize_t head, Py_ssize_t tile,
                                       bint first, Ahead *ahead) noexcept nogil:
-    """Where a tile lies; the scales and centers of the first one and what follows are noted."""
+    """Where a tile lies; of the first one it is noted where its scales and centers lie."""
     cdef Py_ssize_t at = head * side.tokens + tile * TILE, count = TILE, size
     if side.tile_bytes == 0:
         return NULL

@@ -27,8 +27,9 @@ enum { TILE_VECTORS = 64 / LANES, DIGIT_ROWS = LANES == 16 ? 4 : 1 };
 /* Below it scores and their sums are far from the limits of float32. */
 #define ORDINARY 1.8446744e19f
 
-/* As many bytes of codes are read in about the time of a row's softmax. */
-enum { ROW_AS_BYTES = 512 };
+/* As many bytes of codes are read in about the time of all that is done with a row besides products;
+   what is to be fetched in that time is asked for during its softmax. */
+enum { ROW_AS_BYTES = 1024 };
 
 /* Whether any lane of `a` is above b. */
 INLINE int any_above(vfloat a, float b)
