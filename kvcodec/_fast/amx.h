@@ -134,12 +134,8 @@ LANES_INLINE const uint8_t *amx_bytes(const Product *product, Py_ssize_t first, 
     const int chunks = product->chunks - first < most ? (int)(product->chunks - first) : most;
     const Py_ssize_t chunk_bytes = product->stride_groups * vectors * VECTOR_BYTES;
     const uint8_t *packed = product->packed + first * chunk_bytes;
-    if (fetch) {
-        const int keys = groups * vectors * VECTOR_BYTES * fetch->share[0];
-        const int values = groups * vectors * VECTOR_BYTES * fetch->share[1];
-        for (int chunk = 0; chunk < chunks; chunk++)
-            fetch_some(fetch, keys, values);
-    }
+    for (int chunk = 0; fetch && chunk < chunks; chunk++)
+        fetch_some(fetch, groups * vectors * VECTOR_BYTES / 16 * fetch->rate);
     *row_bytes = chunk_bytes;
     if (bits == 8 && chunks == most)
         return packed;

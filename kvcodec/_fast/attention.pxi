@@ -139,95 +139,11 @@ cdef inline Py_ssize_t query_index(const Task *task, Py_ssize_t row) noexcept no
     return head * task.q_len + task.first + row % task.positions
 
 
-cdef inline void fetch_scales(const Side *side, Py_ssize_t head, Py_ssize_t tile) noexcept nogil:
-    """Have the scales and the center of a tile in the cache when it is read."""
-    cdef Py_ssize_t at = head * side.tokens + tile * TILE, line, count = TILE
-    cdef Py_ssize_t size = 2 if side.plan.bfloat16 else 4
-    if side.plan.code == ASYMMETRIC:
-        count = TILE * side.plan.groups
-        at = at * side.plan.groups
-        if side.plan.by_token:
-            count = max(<Py_ssize_t> 1, TILE // side.plan.group_size) * side.n
-            at = (head * side.token_groups + tile * TILE // side.plan.group_size) * side.n
-        for line in range(count * size // LINE + 1):
-            fetch_line(<const char *> side.zero_point + at * size + line * LINE)
-    for line in range(count * size // LINE + 1):
-        fetch_line(<const char *> side.scale + at * size + line * LINE)
-    if side.plan.center:
-        at = head * side.blocks + block_of(tile * TILE, side.plan)
-        fetch_line(<const char *> side.center_scale + at * size)
-        for line in range(side.n // LINE + 1):
-            fetch_line(side.center_levels + at * side.n + line * LINE)
-
-
-cdef inline const uint8_t *fetched_tile(const Side *side, Py_ssize_t head, Py_ssize_t tile,
-                                        bint second) noexcept nogil:
-    """Where a tile lies; its scales are fetched at once, with its second half."""
-    if side.tile_bytes == 0:
-        return NULL
-    if second:
-        fetch_scales(side, head, tile)
-    return side.packed + tile_offset(side, head, tile)
-
-
-cdef inline void look_ahead(const Unit *units, Py_ssize_t tile, bint second,
-                            Fetch *fetch) noexcept nogil:
-    """Have half of the next pair of tiles fetched while the first or second of a pair is read.
-
-    They are of the first unit or of the three after it.
-    """
-    cdef const Unit *unit = units
-    cdef Py_ssize_t i, skipped = 1 if second else 2
-    cdef Py_ssize_t keys = units.keys.tile_bytes // (2 * LINE) * LINE
-    cdef Py_ssize_t values = units.values.tile_bytes // (2 * LINE) * LINE
-    fetch.keys = keys if second else 0
-    fetch.values = values if second else 0
-    fetch.keys_end = units.keys.tile_bytes if second else keys
-    fetch.values_end = units.values.tile_bytes if second else values
-    for i in range(1 - skipped, 2):
-        tile += 1
-        if tile * TILE >= unit.tokens and unit < units + 3:
-            unit += 1
-            tile = 0
-        if i >= 0:
-            fetch.tiles[i] = fetched_tile(unit.keys, unit.key_head, tile, second)
-            fetch.tiles[2 + i] = fetched_tile(unit.values, unit.value_head, tile, second)
-
-
-cdef inline float bytes_of_products(const Side *side, bint integers) noexcept nogil:
-    """What is multiplied of a tile in pages: codes, or the levels of a trellis code."""
-    if side.tile_bytes == 0 or side.plan.code == ASYMMETRIC and not integers:
-        return 0
-    return tile_size(side.n, side.plan.dot_width, side.plan.values)
-
-
-cdef inline bint softmax_fetches(const Plan *plan, const Options *options) noexcept nogil:
-    """Whether probabilities are taken from integer sums of whole tiles."""
-    return (plan != NULL and not plan.by_token and options.integer_query and options.softcap == 0
-            and (not plan.center or plan.block % TILE == 0))
-
-
-cdef inline void share_fetching(const Unit *unit, Py_ssize_t rows, const Options *options,
-                                Fetch *fetch) noexcept nogil:
-    """Spread what is fetched over the bytes that products read, and over the softmax."""
-    cdef float read = (bytes_of_products(unit.keys, options.integer_query)
-                       + bytes_of_products(unit.values, options.probability_bits > 0))
-    memset(fetch, 0, sizeof(Fetch))
-    if read > 0:
-        if softmax_fetches(unit.keys.plan, options):
-            read += rows * ROW_AS_BYTES
-        fetch.share[0] = unit.keys.tile_bytes / (2 * read)
-        fetch.share[1] = unit.values.tile_bytes / (2 * read)
-
-
 cdef inline void attend_unit(const Unit *unit, Py_ssize_t index, const Task *task,
                              const int64_t *start, const int64_t *stop, int64_t seen_low,
-                             int64_t seen_high, const Options *options,
+                             int64_t seen_high, const Options *options, Ahead *ahead,
                              Work *work) noexcept nogil:
-    """Run the prepared rows of a task over the tiles of a unit that any of them sees.
-
-    Three units follow it, whose tiles are fetched.
-    """
+    """Run the prepared rows of a task over the tiles of a unit that any of them sees."""
     cdef Py_ssize_t tile, first, tokens
     seen_low = max(seen_low - unit.number, <int64_t> 0)
     seen_high = min(seen_high - unit.number, unit.tokens)
@@ -238,7 +154,7 @@ cdef inline void attend_unit(const Unit *unit, Py_ssize_t index, const Task *tas
         tokens = min(<Py_ssize_t> TILE, unit.tokens - first)
         work.low = max(seen_low - first, <int64_t> 0)
         work.high = min(seen_high - first, <int64_t> tokens)
-        look_ahead(unit, tile, (tile if unit.tokens > TILE else index) & 1, &work.fetch)
+        look_ahead(ahead, index, tile, &work.fetch)
         if unit.keys.plan == NULL and unit.values.plan == NULL:
             multiply_exact(unit.keys, unit.values, unit.key_head, unit.value_head, first,
                            task.rows, work)
@@ -258,7 +174,8 @@ cdef inline bint attend_span(const float *q, const Part *parts, const Span *span
     cdef const float *query
     cdef int64_t low = INT64_MAX, high = 0
     cdef Py_ssize_t row, i, index, kv_head = task.head % part.kv_heads
-    cdef Unit units[4]
+    cdef Unit unit
+    cdef Ahead ahead
     task.all_from, task.all_to = 0, INT64_MAX
     for i in range(task.positions):
         task.all_from = max(task.all_from, start[i])
@@ -283,14 +200,10 @@ cdef inline bint attend_span(const float *q, const Part *parts, const Span *span
         task.prepared = span.part
     clear_sums(&work.part, task.rows, work.n, 1)
     work.tile_rows = amx_begin(task.rows)
-    for i in range(4):
-        units[i] = unit_of(part, task.head, kv_head, min(span.first_unit + i, part.units - 1))
-    share_fetching(units, task.rows, options, &work.fetch)
+    prepare_fetching(part, task.head, kv_head, task.rows, options, &ahead, &work.fetch)
     for index in range(span.first_unit, span.last_unit):
-        attend_unit(units, index, task, start, stop, low, high, options, work)
-        for i in range(3):
-            units[i] = units[i + 1]
-        units[3] = unit_of(part, task.head, kv_head, min(index + 4, part.units - 1))
+        unit = unit_of(part, task.head, kv_head, index)
+        attend_unit(&unit, index, task, start, stop, low, high, options, &ahead, work)
     amx_end(work.tile_rows)
     for row in range(task.rows):
         work.part.sum[row] = sum_of_16(work.part.lanes + row * 16)

@@ -25,13 +25,16 @@ from kvcodec.reference.fwht import factor_order, inverse_square_root, paley_matr
 
 cdef extern from "fetch.h" nogil:
     enum: LINE
+    enum: DUE
     ctypedef struct Fetch:
-        const uint8_t *tiles[4]
+        const uint8_t *streams[4]
         Py_ssize_t keys
         Py_ssize_t values
-        Py_ssize_t keys_end
-        Py_ssize_t values_end
-        float share[2]
+        Py_ssize_t keys_step
+        Py_ssize_t values_step
+        int left
+        int due
+        int rate
     void fetch_line(const void *p)
 
 

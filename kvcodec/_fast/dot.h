@@ -370,13 +370,8 @@ LANES_INLINE void dot_block(const dot_job *job, Py_ssize_t row, Py_ssize_t slice
     const Py_ssize_t limit = 32767 / most / steps;
     const Py_ssize_t stride = job->weights_stride, chunk_bytes = job->chunk_bytes;
     const uint8_t *packed = job->packed + dot_offset(slice, vectors);
-    Fetch fetch;
-    int keys = 0, values = 0;
-    if (job->fetch) {
-        fetch = *job->fetch;
-        keys = columns * vectors * DOT_WIDTH * fetch.share[0];
-        values = columns * vectors * DOT_WIDTH * fetch.share[1];
-    }
+    Fetch *fetch = job->fetch;
+    const int due = fetch ? columns * vectors * DOT_WIDTH / 16 * fetch->rate : 0;
     const int8_t *weights = job->weights + row * stride;
     Py_ssize_t left = job->chunks;
 
@@ -390,8 +385,8 @@ LANES_INLINE void dot_block(const dot_job *job, Py_ssize_t row, Py_ssize_t slice
         Py_ssize_t count = narrow && left > limit ? limit : left;
         left -= count;
         for (; count > 0; count--) {
-            if (job->fetch)
-                fetch_some(&fetch, keys, values);
+            if (fetch)
+                fetch_some(fetch, due);
 #pragma GCC unroll 8
             for (int s = 0; s < steps; s++)
 #pragma GCC unroll 8
@@ -419,8 +414,6 @@ LANES_INLINE void dot_block(const dot_job *job, Py_ssize_t row, Py_ssize_t slice
                 memcpy(sums + c * (DOT_WIDTH / 4), &before, sizeof before);
             }
     } while (narrow && left > 0);
-    if (job->fetch)
-        *job->fetch = fetch;
 }
 
 LANES_INLINE void dot_rows(const dot_job *job, Py_ssize_t row, const int bits, const int kind,

@@ -100,13 +100,8 @@ LANES_INLINE void float_block(const float_job *job, Py_ssize_t row, Py_ssize_t s
     const int elements = chunk_elements(bits), vectors = chunk_vectors(bits);
     const uint8_t *packed = job->packed + float_offset(slice, vectors);
     const float *weights[4];
-    Fetch fetch;
-    int keys = 0, values = 0;
-    if (job->fetch) {
-        fetch = *job->fetch;
-        keys = columns * vectors * 4 * LANES * fetch.share[0];
-        values = columns * vectors * 4 * LANES * fetch.share[1];
-    }
+    Fetch *fetch = job->fetch;
+    const int due = fetch ? columns * vectors * 4 * LANES / 16 * fetch->rate : 0;
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++)
         weights[r] = job->weights + (row + r) * job->weights_stride;
@@ -119,8 +114,8 @@ LANES_INLINE void float_block(const float_job *job, Py_ssize_t row, Py_ssize_t s
                 sum[r][c] = (vfloat){0};
         Py_ssize_t last = chunk + CHAIN / elements;
         for (last = last < job->chunks ? last : job->chunks; chunk < last; chunk++) {
-            if (job->fetch)
-                fetch_some(&fetch, keys, values);
+            if (fetch)
+                fetch_some(fetch, due);
 #pragma GCC unroll 8
             for (int s = 0; s < elements / 4; s++)
 #pragma GCC unroll 4
@@ -143,8 +138,6 @@ LANES_INLINE void float_block(const float_job *job, Py_ssize_t row, Py_ssize_t s
                 store(total, load(total) + sum[r][c]);
             }
     }
-    if (job->fetch)
-        *job->fetch = fetch;
 }
 
 LANES_INLINE void float_rows(const float_job *job, Py_ssize_t row, const int bits, const int rows,

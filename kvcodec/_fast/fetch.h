@@ -1,23 +1,26 @@
 /* Fetching what is read next. One core keeps few requests of its own under way; the processor's
    prefetcher keeps more, but along each page of 4 KiB it runs only some lines ahead of where the
-   page was last touched. So while two tiles of keys and of values are read, the four that follow
-   are touched line by line in turn: each of the four pages progresses slowly enough for the
-   prefetcher to have a line there before it is asked for. The touches are spread evenly over the
-   products, which leave room for them, and over the softmax of the rows, during which memory would
-   be idle. */
+   page was last touched. So while some tiles of keys and of values are read, both halves of as many
+   tiles that follow are touched line by line in turn: each of these four streams goes through
+   pages of its own, slowly enough for the prefetcher to have a line there before it is asked for.
+   The touches are spread evenly over the products, which leave room for them, and over the softmax
+   of the rows, during which memory would be idle. */
 
 #ifndef KVCODEC_FETCH_H
 #define KVCODEC_FETCH_H
 
 #include <stdint.h>
 
-enum { LINE = 64, STREAMS = 4 };
+/* A touch is due when so much came together. */
+enum { LINE = 64, STREAMS = 4, DUE = 1 << 16 };
 
 typedef struct {
-    const uint8_t *tiles[STREAMS];    /* two tiles of keys, then two of values */
-    Py_ssize_t keys, values;          /* where in them to fetch next */
-    Py_ssize_t keys_end, values_end;  /* where to stop, however often a tile is read */
-    float share[2];                   /* bytes of each tile of keys, of values for a byte read */
+    const uint8_t *streams[STREAMS];       /* both halves of the keys, then of the values */
+    Py_ssize_t keys, keys_step;            /* where in them to touch next */
+    Py_ssize_t values, values_step;
+    int left;                              /* touches, however often a tile is read */
+    int due;                               /* of the next one, minus DUE */
+    int rate;                              /* what 16 bytes that are read add to it */
 } Fetch;
 
 static inline __attribute__((always_inline)) void fetch_line(const void *p)
@@ -25,20 +28,18 @@ static inline __attribute__((always_inline)) void fetch_line(const void *p)
     __builtin_prefetch(p, 0, 3);
 }
 
-/* The lines that begin in so many bytes of each tile of keys and of values. */
-static inline __attribute__((always_inline)) void fetch_some(Fetch *fetch, int keys, int values)
+static inline __attribute__((always_inline)) void fetch_some(Fetch *fetch, int due)
 {
-    Py_ssize_t at = (fetch->keys + LINE - 1) & -LINE;
-    fetch->keys += keys;
-    for (; at < fetch->keys && at < fetch->keys_end; at += LINE) {
-        fetch_line(fetch->tiles[0] + at);
-        fetch_line(fetch->tiles[1] + at);
-    }
-    at = (fetch->values + LINE - 1) & -LINE;
-    fetch->values += values;
-    for (; at < fetch->values && at < fetch->values_end; at += LINE) {
-        fetch_line(fetch->tiles[2] + at);
-        fetch_line(fetch->tiles[3] + at);
+    for (fetch->due += due; fetch->due >= 0; fetch->due -= DUE) {
+        if (fetch->left <= 0)
+            continue;
+        fetch_line(fetch->streams[0] + fetch->keys);
+        fetch_line(fetch->streams[1] + fetch->keys);
+        fetch_line(fetch->streams[2] + fetch->values);
+        fetch_line(fetch->streams[3] + fetch->values);
+        fetch->keys += fetch->keys_step;
+        fetch->values += fetch->values_step;
+        fetch->left--;
     }
 }
 

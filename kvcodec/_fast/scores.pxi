@@ -8,7 +8,6 @@
 
 cdef enum:
     CENTER_QUERY_LIMIT = 16383
-    FETCHED_TOKENS = 4         # exact ones, while as many are multiplied
     DEPTH = 64                 # rows of integers are filled up to whole chunks of any width
 
 cdef float SATURATION = 8.507059173023462e37            # 2^126
@@ -292,37 +291,18 @@ cdef inline const float *floats_at(const Side *side, Py_ssize_t head, Py_ssize_t
     return work.tokens
 
 
-cdef inline const char *exact_at(const Side *side, Py_ssize_t head, Py_ssize_t t) noexcept nogil:
-    cdef Py_ssize_t at = (head * side.pitch + t) * side.n
-    if side.exact != NULL:
-        return <const char *> (side.exact + at)
-    return <const char *> (side.bfloat16 + at)
-
-
 cdef inline void multiply_exact(const Side *keys, const Side *values, Py_ssize_t key_head,
                                 Py_ssize_t value_head, Py_ssize_t first, Py_ssize_t rows,
                                 Work *work) noexcept nogil:
     """Multiply rows with the exact keys of a tile; its values are fetched meanwhile."""
-    cdef Py_ssize_t n = keys.n, t, count, line, at, key_lines, value_lines
-    cdef Py_ssize_t size = 2 if keys.exact == NULL else 4
+    cdef Py_ssize_t n = keys.n, t = work.low, count, batch, quarter
     cdef const float *token = floats_at(keys, key_head, first, TILE, work)
-    cdef const char *k
-    cdef const char *v
     work.in_sums = False
-    key_lines = 2 * n * size // LINE
-    value_lines = 2 * values.n * size // LINE
-    t = work.low
     while t < work.high:
-        count = min(<Py_ssize_t> FETCHED_TOKENS, work.high - t)
-        at = t // 16 * 16
-        k = exact_at(keys, key_head, first + at + 16) + (t - at) // 4 * key_lines * LINE
-        v = exact_at(values, value_head, first + at) + (t - at) // 4 * value_lines * LINE
-        for line in range(key_lines):
-            fetch_line(k + line * LINE)
-            fetch_line(k + line * LINE + 8 * n * size)
-        for line in range(value_lines):
-            fetch_line(v + line * LINE)
-            fetch_line(v + line * LINE + 8 * values.n * size)
+        count = min(<Py_ssize_t> EXACT_BATCH // 4, work.high - t)
+        batch, quarter = t // EXACT_BATCH * EXACT_BATCH, t % EXACT_BATCH * 4 // EXACT_BATCH
+        fetch_exact(keys, key_head, first + batch + EXACT_BATCH, quarter)
+        fetch_exact(values, value_head, first + batch, quarter)
         float_dots(token + t * n, count, n, work.query, work.n, rows, work.scores + t, TILE)
         t += count
 
@@ -374,7 +354,7 @@ cdef inline void add_centers(const Side *keys, Py_ssize_t head, Py_ssize_t first
 
 cdef inline Fetch *fetch_of(Work *work) noexcept nogil:
     """What to fetch meanwhile; NULL for nothing."""
-    return &work.fetch if work.fetch.share[0] + work.fetch.share[1] > 0 else NULL
+    return &work.fetch if work.fetch.rate > 0 else NULL
 
 
 cdef inline void load_scales(const Side *side, Py_ssize_t at, Py_ssize_t tokens,

@@ -27,8 +27,9 @@ enum { TILE_VECTORS = 64 / LANES, DIGIT_ROWS = LANES == 16 ? 4 : 1 };
 /* Below it scores and their sums are far from the limits of float32. */
 #define ORDINARY 1.8446744e19f
 
-/* As many bytes of codes are read in about the time of a row's softmax. */
-enum { ROW_AS_BYTES = 512 };
+/* As many bytes of codes are read in about the time of all that is done with a row besides products;
+   what is to be fetched in that time is asked for during its softmax. */
+enum { ROW_AS_BYTES = 1024 };
 
 /* Whether any lane of `a` is above b. */
 INLINE int any_above(vfloat a, float b)
@@ -222,11 +223,6 @@ INLINE void probabilities_of_rows(const int32_t *sums, const float *scale, const
                                   float *ratio, Fetch *fetch)
 {
     vfloat signed_scale[TILE_VECTORS];
-    int keys = 0, values = 0;
-    if (fetch) {
-        keys = ROW_AS_BYTES * fetch->share[0];
-        values = ROW_AS_BYTES * fetch->share[1];
-    }
     for (int i = 0; i < TILE_VECTORS; i++)
         signed_scale[i] = load(scale + i * LANES);
     for (Py_ssize_t r = 0; r < rows; r++, sums += 64, lanes += 16, p += 64) {
@@ -235,7 +231,7 @@ INLINE void probabilities_of_rows(const int32_t *sums, const float *scale, const
         const float plain = -(largest[r] * LOG2_E);
         vfloat x[TILE_VECTORS], top, total[SUMS];
         if (fetch)
-            fetch_some(fetch, keys, values);
+            fetch_some(fetch, ROW_AS_BYTES / 16 * fetch->rate);
         for (int i = 0; i < TILE_VECTORS; i++) {
             vint sum;
             memcpy(&sum, sums + i * LANES, sizeof sum);
