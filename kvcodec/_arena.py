@@ -1,10 +1,11 @@
-"""Memory for the pages of packed tokens.
+"""Memory for the pages of packed tokens, and for exact ones.
 
-All pages of a layer are read for every token that is decoded. With memory pages of 4 KiB the
+All tokens of a layer are read for every token that is decoded. With memory pages of 4 KiB the
 processor then spends as long on looking up where they lie as on reading them, so that pages of
 tokens are cut from chunks for which the system is asked for memory pages of 2 MiB. Chunks are
 shared by all layers and caches of the process, and one is freed with the last array that lies in
-it.
+it. The buffers of exact tokens are replaced again and again by others of their size, so that they
+have chunks of their own, in which what was freed is used again.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import math
 import mmap
 import threading
+from collections import deque
 from contextlib import suppress
 from typing import Any
 
@@ -24,8 +26,8 @@ HUGE_PAGE = 1 << 21
 # system gives a huge page when it is first written to.
 PAGES_OF_CHUNK = 8
 SMALLEST_CHUNK = 4 * HUGE_PAGE
-# Smaller pages of tokens are not worth a chunk: they are those of short or narrow caches; larger
-# ones have memory of their own.
+# Smaller pages of tokens, or buffers, are not worth a chunk: they are those of short or narrow
+# caches; larger ones have memory of their own.
 SMALL, LARGE = 1 << 16, 1 << 23
 
 
@@ -48,6 +50,75 @@ class _Chunk:
 
 
 _chunk = _Chunk()
+
+
+class _Buffers:
+    """A chunk for some buffers of one size, and where in it those lie that are free.
+
+    Buffers are given back whenever their last array is collected, even while another is taken, so
+    that there is no lock: each step is a single operation of a deque or a list.
+    """
+
+    def __init__(self, size: int, chunks: list[_Buffers]) -> None:
+        self.size = size
+        self.chunks = chunks
+        self.count = chunk_bytes(size) // size
+        self.room = _huge_zeros(self.count * size)
+        self.free = deque(range(0, self.count * size, size))
+
+    def take(self) -> _Buffer | None:
+        """A buffer; None if all are in use."""
+        with suppress(IndexError):
+            return _Buffer(self, self.free.popleft())
+        return None
+
+    def give_back(self, start: int) -> None:
+        """Take a buffer back, and let go of the chunk with the last one."""
+        self.free.append(start)
+        if len(self.free) == self.count and self in self.chunks:
+            self.chunks.remove(self)
+
+
+class _Buffer:
+    """What an array in a chunk of buffers keeps alive, to be given back after it."""
+
+    def __init__(self, chunk: _Buffers, start: int) -> None:
+        self.chunk, self.start = chunk, start
+        place = chunk.room.ctypes.data + start
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (chunk.size,),
+            "data": (place, False),
+        }
+
+    def __del__(self) -> None:
+        self.chunk.give_back(self.start)
+
+
+_buffers: dict[int, list[_Buffers]] = {}
+
+
+def buffer(shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
+    """An array of zeros whose memory the next one of its size uses again.
+
+    Raises MemoryError if there is no room for it.
+    """
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    if not SMALL <= size <= LARGE:
+        return np.zeros(shape, dtype=dtype)
+    whole = _rounded_up(size, CACHE_LINE)
+    chunks = _buffers.setdefault(whole, [])
+    taken = next(filter(None, (chunk.take() for chunk in chunks.copy())), None)
+    if taken is None:
+        try:
+            chunks.append(_Buffers(whole, chunks))
+        except MemoryError:  # there may be room for one
+            return np.zeros(shape, dtype=dtype)
+        return buffer(shape, dtype)
+    found = np.asarray(taken)[:size]
+    found[...] = 0
+    return found.view(dtype).reshape(shape)
 
 
 def chunk_bytes(size: int) -> int:

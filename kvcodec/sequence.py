@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcodec import _arena
 from kvcodec._segment import Segment
 from kvcodec.blocks import STORED_AS, TILE, Blocks
 from kvcodec.codec import Codec
@@ -41,6 +42,12 @@ class Layer:
     exact_dtype: str
     reserve: int
 
+    @property
+    def usual_tail(self) -> int:
+        """Slots for the exact tokens after the sinks while tokens come one by one."""
+        lead = 0 if self.block % TILE == 0 else TILE  # less than which the first token may be off
+        return self.recent + self.block + self.rollback + lead
+
 
 class Tail:
     """Exact tokens in a buffer: appended at the end, dropped at the front, compacted when full.
@@ -51,10 +58,17 @@ class Tail:
     """
 
     def __init__(
-        self, heads: int, dims: tuple[int, int], exact_dtype: str, number: int, slots: int = 0
+        self,
+        heads: int,
+        dims: tuple[int, int],
+        exact_dtype: str,
+        number: int,
+        slots: int = 0,
+        usual: int = 0,
     ) -> None:
         dtype = STORED_AS[exact_dtype]
         self.k, self.v = (np.zeros((1, heads, slots, dim), dtype=dtype) for dim in dims)
+        self.usual = usual  # slots of its buffers where they are enough
         self.origin = number
         self.restart(number)
 
@@ -67,8 +81,7 @@ class Tail:
         """Add the tokens first <= t < stop of arrays (1, heads, tokens, dim)."""
         new = stop - first
         if self.end + new > self.base + self.k.shape[2]:
-            # Spare room for half a block: a token is moved a few times, not at each append.
-            self._move(self.end - self.first + new + SPARE)
+            self._move(self.end - self.first + new)
         slot = self.end - self.base
         kernels.keep_tokens(self.k, slot, k, first, stop)
         kernels.keep_tokens(self.v, slot, v, first, stop)
@@ -77,10 +90,15 @@ class Tail:
     def _move(self, slots: int) -> None:
         """Bring the tokens to the front of new buffers with room for so many."""
         lead = (self.first - self.origin) % TILE
+        slots += lead
+        # Spare room for half a block: a token is moved a few times, not at each append.
+        slots = self.usual if slots <= self.usual else slots + SPARE
         kept = slice(self.first - self.base, self.end - self.base)
         moved = []
         for old in (self.k, self.v):
-            new = np.zeros((*old.shape[:2], lead + slots, old.shape[3]), dtype=old.dtype)
+            shape = (*old.shape[:2], slots, old.shape[3])
+            make = _arena.buffer if slots == self.usual else np.zeros
+            new = make(shape, old.dtype)
             new[:, :, lead : lead + kept.stop - kept.start] = old[:, :, kept]
             moved.append(new)
         self.k, self.v = moved
@@ -90,9 +108,9 @@ class Tail:
         """Forget the tokens before this number, and the room of a long prompt with them."""
         self.first = min(max(self.first, number), self.end)
         count = self.end - self.first
-        if self.k.shape[2] > count + SPARE + 2 * TILE:
+        if self.k.shape[2] > max(self.usual, count + SPARE + 2 * TILE):
             with suppress(MemoryError):
-                self._move(count + SPARE)
+                self._move(count)
 
     def truncate(self, number: int) -> None:
         """Forget the tokens from this number on."""
@@ -131,7 +149,7 @@ class Sequence:
         heads, sinks = layer.kv_heads, layer.sinks
         dims = (layer.key_dim, layer.value_dim)
         self.sinks = Tail(heads, dims, layer.exact_dtype, 0, sinks)
-        self.tail = Tail(heads, dims, layer.exact_dtype, sinks)
+        self.tail = Tail(heads, dims, layer.exact_dtype, sinks, usual=layer.usual_tail)
         self.keys, self.values = (
             Blocks(codec, heads, dim, layer.block, layer.exact_dtype, layer.window is not None)
             for codec, dim in zip((layer.key, layer.value), dims, strict=True)

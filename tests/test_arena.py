@@ -95,6 +95,70 @@ def test_threads_get_memory_of_their_own():
     assert found == [True] * 4
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_buffers_are_zero_and_apart(size):
+    for _ in range(2):
+        buffers = [_arena.buffer((1, size), np.uint8) for _ in range(20)]
+        for number, x in enumerate(buffers, 1):
+            assert x.shape == (1, size)
+            assert not x.any()
+            assert x.flags.writeable
+            x[...] = number
+        assert all((x == number).all() for number, x in enumerate(buffers, 1))
+
+
+def test_a_buffer_is_used_again_once_nothing_refers_to_it(monkeypatch):
+    monkeypatch.setattr(_arena, "_buffers", {})
+    shape = (_arena.SMALL // 4,)
+    x = _arena.buffer(shape, np.float32)
+    view, place = x[5:], x.ctypes.data
+    del x
+    gc.collect()
+    other = _arena.buffer(shape, np.float32)
+    assert other.ctypes.data != place
+    view[...] = 1
+    del view
+    gc.collect()
+    again = [_arena.buffer(shape, np.float32) for _ in range(2 * _arena.SMALLEST_CHUNK // 2**16)]
+    assert place in [x.ctypes.data for x in again]
+    assert not any(x.any() for x in again)
+
+
+def test_a_chunk_of_buffers_is_freed_with_its_last_one(monkeypatch):
+    monkeypatch.setattr(_arena, "_buffers", {})
+    buffers = [_arena.buffer((_arena.LARGE,), np.uint8) for _ in range(_arena.PAGES_OF_CHUNK + 1)]
+    first, second = map(weakref.ref, _arena._buffers[_arena.LARGE])
+    del buffers[-1]
+    gc.collect()
+    assert second() is None
+    assert first() is not None
+    buffers.clear()
+    gc.collect()
+    assert first() is None
+    assert _arena._buffers == {_arena.LARGE: []}
+
+
+def test_threads_take_and_give_back_buffers_at_the_same_time():
+    found = []
+
+    def work(number):
+        whole = True
+        for _ in range(100):
+            buffers = [_arena.buffer((_arena.SMALL,), np.uint8) for _ in range(5)]
+            for x in buffers:
+                whole = whole and not x.any()
+                x[...] = number
+            whole = whole and all((x == number).all() for x in buffers)
+        found.append(whole)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True] * 4
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_forked_child_does_not_write_into_its_parent():
