@@ -1,7 +1,7 @@
 # What to fetch while attention goes over tiles (fetch.h). Pages of 4 KiB are what the processor's
-# prefetcher goes by: so that each stream has pages of its own, two tiles or, of small ones, more are
-# fetched together. They lie side by side, but for those in different pages of tokens. Their scales
-# and centers are fetched tile by tile.
+# prefetcher goes by: so that each stream has pages of its own, two tiles or, of small ones, more
+# are fetched together. They lie side by side, but for those in different pages of tokens. Their
+# scales and centers are fetched tile by tile.
 
 cdef enum:
     MEMORY_PAGE = 4096
