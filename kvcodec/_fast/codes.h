@@ -254,6 +254,16 @@ typedef struct {
     float levels[16], squares[16];
 } Cells;
 
+/* Which boundary is word j of table k: by cell, where words are looked up; by half of it, where that
+   is done in halves of a vector; else the k-th in all of them. */
+#if LANES == 16
+#define BOUNDARY(k, j) ((j) + (1 << (k)) - 1)
+#elif defined(__AVX2__)
+#define BOUNDARY(k, j) ((j) % 8 * 2 + (1 << (k)) - 1)
+#else
+#define BOUNDARY(k, j) (k)
+#endif
+
 static inline void make_cells(Cells *cells, const float *boundaries, int count,
                               const int8_t *levels)
 {
@@ -263,21 +273,17 @@ static inline void make_cells(Cells *cells, const float *boundaries, int count,
         cells->depth++;
     for (int i = 0; i < 16; i++)
         cells->doubled[i] = i < count ? (int16_t)(2 * boundaries[i]) : INT16_MAX;
-    for (int i = 0; i < 15; i++)
+    for (int k = 0; k < 15; k++)
         for (int j = 0; j < 2 * LANES; j++)
-#if LANES == 16
-            cells->table[i][j] = cells->doubled[i < 4 && j + (1 << i) <= 16 ? j + (1 << i) - 1 : 15];
-#else
-            cells->table[i][j] = cells->doubled[i];
-#endif
+            cells->table[k][j] = BOUNDARY(k, j) < 15 ? cells->doubled[BOUNDARY(k, j)] : INT16_MAX;
     for (int i = 0; i <= count; i++) {
         cells->levels[i] = levels[i];
         cells->squares[i] = cells->levels[i] * cells->levels[i];
     }
 }
 
-/* How many doubled boundaries lie below each y: by halves, where words can be looked up, with
-   table[k] for the question that decides about bit k. */
+/* How many doubled boundaries lie below each y: where words can be looked up by halves, table[k]
+   being for the question that decides about bit k. */
 INLINE vwords search(vwords y, const Cells *cells, const int depth)
 {
 #if LANES == 16
@@ -289,6 +295,18 @@ INLINE vwords search(vwords y, const Cells *cells, const int depth)
                                      _mm512_set1_epi16((int16_t)(1 << k)));
     }
     return (vwords)cell;
+#elif defined(__AVX2__)
+    /* The bytes of word i of a table are 2 * i and 2 * i + 1. */
+    __m256i bytes = _mm256_set1_epi16(0x0100), above = _mm256_setzero_si256();
+#pragma GCC unroll 4
+    for (int k = depth - 1; k >= 0; k--) {
+        const __m256i table = _mm256_loadu_si256((const __m256i *)cells->table[k]);
+        above = _mm256_cmpgt_epi16((__m256i)y, _mm256_shuffle_epi8(table, bytes));
+        if (k > 0)
+            bytes = _mm256_add_epi16(
+                bytes, _mm256_and_si256(above, _mm256_set1_epi16((int16_t)(0x0101 << k))));
+    }
+    return (vwords)_mm256_sub_epi16(_mm256_and_si256(bytes, _mm256_set1_epi16(0xff)), above);
 #else
     vwords cell = {0};
     for (int j = 0; j < (1 << depth) - 1; j++) {

@@ -206,6 +206,8 @@ INLINE vint round_up(vfloat x)
 {
 #if LANES == 16
     return (vint)_mm512_cvt_roundps_epi32((__m512)x, _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC);
+#elif LANES == 8
+    return (vint)_mm256_cvtps_epi32(_mm256_ceil_ps((__m256)x));
 #else
     const vint whole = __builtin_convertvector(x, vint);
     return whole - (vint)(x > __builtin_convertvector(whole, vfloat));
