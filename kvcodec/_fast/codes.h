@@ -318,12 +318,12 @@ INLINE vwords search(vwords y, const Cells *cells, const int depth)
 #endif
 }
 
-/* The cells of four vectors of x * inverse: for integers b, y > b where the next integer is. */
-INLINE vbytes find_four(const vfloat *x, float inverse, const Cells *cells, const int depth)
+/* The cells of four vectors of numbers times inverse: for integers b, y > b where the next integer is. */
+INLINE vbytes find_four(const float *x, float inverse, const Cells *cells, const int depth)
 {
     vint y[4];
     for (int j = 0; j < 4; j++) {
-        const vfloat half = x[j] * inverse;
+        const vfloat half = load(x + j * LANES) * inverse;
         y[j] = round_up(half + half);
     }
     return narrow_words(search(narrow_ints(y[0], y[1]), cells, depth),
@@ -335,16 +335,14 @@ INLINE void find_cells_at(const float *x, Py_ssize_t n, float inverse, const Cel
 {
     enum { STEP = 4 * LANES };
     Py_ssize_t i = 0;
-    vfloat four[4];
     for (; i + STEP <= n; i += STEP) {
-        memcpy(four, x + i, sizeof four);
-        const vbytes bytes = find_four(four, inverse, cells, depth);
+        const vbytes bytes = find_four(x + i, inverse, cells, depth);
         memcpy(codes + i, &bytes, sizeof bytes);
     }
     if (i < n) {
-        memset(four, 0, sizeof four);
-        memcpy(four, x + i, (n - i) * sizeof *x);
-        const vbytes bytes = find_four(four, inverse, cells, depth);
+        float rest[STEP] = {0};
+        memcpy(rest, x + i, (n - i) * sizeof *x);
+        const vbytes bytes = find_four(rest, inverse, cells, depth);
         memcpy(codes + i, &bytes, n - i);
     }
 }
