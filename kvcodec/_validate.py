@@ -104,6 +104,12 @@ def float_array(x: object, name: str, ndim: int | None = None) -> np.ndarray:
     Takes NumPy's float dtypes and bfloat16 of ml_dtypes, any strides, and whatever NumPy turns
     into such an array.
     """
+    array = _contiguous_floats(x, name, ndim)
+    magnitudes(array, name)
+    return array
+
+
+def _contiguous_floats(x: object, name: str, ndim: int | None) -> np.ndarray:
     array = as_array(x, name)
     if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
         raise TypeError(f"{name} must be an array of floats, but has dtype {array.dtype}.")
@@ -114,20 +120,30 @@ def float_array(x: object, name: str, ndim: int | None = None) -> np.ndarray:
     if array.dtype != np.float32 or not array.flags.c_contiguous or not array.flags.aligned:
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             array = np.require(array, dtype=np.float32, requirements=["C", "A"])
-    if array.size:
-        largest = _largest_magnitude(array)
-        if not largest < LARGEST_MAGNITUDE:
-            given = "a NaN" if math.isnan(largest) else f"a magnitude of {largest:g}"
-            raise ValueError(
-                f"{name} must hold finite values below 2^100 (about 1.27e30) in magnitude, "
-                f"but holds {given}."
-            )
     return array
+
+
+def magnitudes(array: np.ndarray, name: str) -> None:
+    """Raise unless all values of a float32 array are finite and below 2^100 in magnitude."""
+    largest = _largest_magnitude(array) if array.size else 0.0
+    if not largest < LARGEST_MAGNITUDE:
+        given = "a NaN" if math.isnan(largest) else f"a magnitude of {largest:g}"
+        raise ValueError(
+            f"{name} must hold finite values below 2^100 (about 1.27e30) in magnitude, "
+            f"but holds {given}."
+        )
 
 
 def kv_array(x: object, name: str) -> np.ndarray:
     """A clean array (batch, heads, tokens, head_dim) with a head_dim from 1 to 1024."""
-    array = float_array(x, name, ndim=4)
+    array = kv_shaped(x, name)
+    magnitudes(array, name)
+    return array
+
+
+def kv_shaped(x: object, name: str) -> np.ndarray:
+    """What `kv_array` returns, whatever its values."""
+    array = _contiguous_floats(x, name, ndim=4)
     if not 1 <= array.shape[-1] <= LARGEST_HEAD_DIM:
         raise ValueError(
             f"{name} must have a last axis (head_dim) of 1 to {LARGEST_HEAD_DIM}, "

@@ -403,7 +403,7 @@ class Codec:
         >>> kv.codec("int4").encode(k, side="key")
         <Encoded int4 key (1, 2, 128, 64), 4.38 bits a value>
         """
-        x = _validate.kv_array(x, "x")
+        x = _validate.kv_shaped(x, "x")
         given = queries is not None or weights is not None
         codec = self if self.equalize is not None or given else replace(self, equalize=False)
         codec = codec._settled(side)
@@ -413,8 +413,12 @@ class Codec:
             name = "queries" if queries is not None else "weights"
             raise ValueError(f"{name} must be left out for a codec that does not equalize.")
         if codec.equalize:
+            _validate.magnitudes(x, "x")
             weights = _weights(x, codec, queries, weights, kernels)
-        return kernels.encode(x, codec, weights).freeze()
+        encoded = kernels.encode(x, codec, weights)
+        if encoded is None:  # it looks at the values itself, which saves a pass over memory
+            _validate.magnitudes(x, "x")
+        return encoded.freeze()
 
     def decode(self, encoded: Encoded, *, backend: str | None = None) -> NDArray[np.float32]:
         """Unpack to floats, undoing all steps.

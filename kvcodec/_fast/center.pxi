@@ -1,7 +1,8 @@
 # Key centering. The sum over the tokens of a block runs with a lane for each channel, in float64
 # and token by token, so vectorizing does not change its order; the mean is then coded like any
 # other INT8 vector and decoded once for all tokens of the block. Whether a token gets longer is
-# decided by sums in 8 lanes of float64 (simd.h). Threads take blocks.
+# told by sums in float32 where they differ clearly, else by those in 8 lanes of float64 (codes.h).
+# Threads take blocks.
 
 cdef inline void mean_row(const float *x, Py_ssize_t tokens, Py_ssize_t n, double *total,
                           float *mean) noexcept nogil:

@@ -43,22 +43,36 @@ cdef extern from "simd.h" nogil:
     float bits_to_float(uint32_t u)
     uint32_t float_to_bits(float f)
     float exp_nonpositive(float x)
-    void butterflies(const float *x, const float *signs, Py_ssize_t n, float factor, float *y)
-    void butterflies_of_rows(const float *x, const float *signs, Py_ssize_t rows, Py_ssize_t n,
-                             float factor, float *y)
     void multiply(const float *x, const float *factors, Py_ssize_t n, float *y)
+
+cdef extern from "hadamard.h" nogil:
+    void butterflies(const float *x, const float *diagonal, Py_ssize_t n, float factor, float *y)
+    void butterflies_of_rows(const float *x, const float *diagonal, Py_ssize_t rows, Py_ssize_t n,
+                             float factor, float *y)
+    void transform_pieces(const float *x, const float *diagonal, Py_ssize_t m, Py_ssize_t power,
+                          const float *signs, Py_ssize_t stride, float factor, float *scratch,
+                          float *y)
+
+
+cdef extern from "codes.h" nogil:
     double dot_8(const float *a, const float *b, Py_ssize_t n)
-    bint shift_row(const float *x, const float *center, Py_ssize_t n, float *shifted)
+    uint32_t center_rows(const float *x, Py_ssize_t rows, Py_ssize_t n, const float *center,
+                         float *shifted)
     void fetch(const float *x, Py_ssize_t n)
+    bint are_bounded(const float *x, Py_ssize_t n)
     void add_tokens(const float *x, Py_ssize_t tokens, Py_ssize_t n, double *total)
-    void range_of(const float *x, Py_ssize_t n, float *low, float *high)
-    void round_codes(const float *x, Py_ssize_t n, float zero, float inverse, float low,
-                     float high, int offset, uint8_t *codes)
+    void magnitudes_of_rows(const float *x, Py_ssize_t rows, Py_ssize_t n, float *largest)
+    void ranges_of_rows(const float *x, Py_ssize_t rows, Py_ssize_t n, float *least,
+                        float *largest)
+    void round_codes(const float *x, Py_ssize_t n, float zero, float inverse, int offset,
+                     uint8_t *codes)
     ctypedef struct Cells:
         pass
     void make_cells(Cells *cells, const float *boundaries, int count, const int8_t *levels)
     void find_cells(const float *x, Py_ssize_t n, float inverse, const Cells *cells,
-                    uint8_t *codes, float *levels)
+                    uint8_t *codes)
+    void levels_of_cells(const uint8_t *codes, Py_ssize_t n, const Cells *cells, float *levels)
+    float energy_of_cells(const uint8_t *codes, Py_ssize_t n, const Cells *cells)
     void pack_pairs(const uint8_t *codes, Py_ssize_t units, uint8_t *packed)
     void pack_quads(const uint8_t *codes, Py_ssize_t units, uint8_t *packed)
     void pack_octets(const uint8_t *codes, Py_ssize_t units, uint8_t *packed)
@@ -105,6 +119,10 @@ cdef extern from "fold.h" nogil:
     void add_midpoints(const float *p, Py_ssize_t rows, const float *scale,
                        const float *zero_point, float half, float *sums, Py_ssize_t stride,
                        Py_ssize_t count)
+
+
+cdef enum:
+    TOGETHER = 8               # vectors that take each step of encoding together
 
 
 # A small call would take longer to find these than to use them.

@@ -1,7 +1,9 @@
-# Encoding and decoding. All six steps run on a token at a time while it lies in the first-level
-# cache: center, weigh, rotate, code, pack; what the tokens of a block share is taken first, and
-# groups along tokens wait until their tokens are rotated. Threads take blocks, which do not depend
-# on each other, so the bytes depend neither on threads nor on how many blocks there are.
+# Encoding and decoding. All six steps run on a few tokens at a time while they lie in the
+# first-level cache: center, weigh, rotate, code, pack, each step for all of them before the next
+# one, so that none waits for a sum or a division of a single token; meanwhile the next tokens are
+# fetched. What the tokens of a block share is taken first, and groups along tokens wait until their
+# tokens are rotated. Threads take blocks, which do not depend on each other, so the bytes depend
+# neither on threads nor on how many blocks there are.
 
 from kvcodec.encoded import empty_encoded
 
@@ -203,39 +205,69 @@ cdef inline void unrotate_row(float *x, const Plan *plan, float *scratch) noexce
 
 cdef struct Scratch:
     # Of one thread.
-    float *rows                # a block of rows for groups of tokens, else one
+    float *rows                # a block of rows for groups of tokens, else TOGETHER
     double *total
     float *center              # the decoded mean of the block
-    float *row                 # three rows
-    uint8_t *codes             # of a block
+    float *diagonal            # weights times signs
+    float *row
+    float *scale               # of each group, like the next two
+    float *zero_point
+    float *inverse
+    uint8_t *codes             # of a group of tokens, else of TOGETHER
     TrellisScratch trellis
 
 
-cdef inline const float *transformed_row(const float *x, const float *weights,
-                                         const Plan *plan, Scratch scratch, float *out,
-                                         bint *centered) noexcept nogil:
-    """Center, weigh and rotate a token; returns it, in `out` if anything was to do."""
+cdef inline const float *diagonal_of(const Plan *plan, const float *weights,
+                                     Scratch scratch) noexcept nogil:
+    """What channels are multiplied with before they are rotated; NULL for ones."""
+    cdef const float *signs = plan.rotation.signs if plan.rotated else NULL
+    if weights == NULL or signs == NULL:
+        return signs if weights == NULL else weights
+    multiply(weights, signs, plan.n, scratch.diagonal)
+    return scratch.diagonal
+
+
+cdef inline const float *transformed_rows(const float *x, Py_ssize_t rows, const float *diagonal,
+                                          const Plan *plan, Scratch scratch, const float *next,
+                                          uint32_t *uncentered) noexcept nogil:
+    """Center, weigh and rotate tokens, and ask for the next ones; returns where the tokens are."""
+    cdef Py_ssize_t n = plan.n, row
+    cdef float *out = scratch.rows
+    cdef const float *source
     if plan.center:
-        centered[0] = shift_row(x, scratch.center, plan.n, out)
-        if centered[0]:
-            x = out
-    if weights != NULL:
-        multiply(x, weights, plan.n, out)
-        x = out
-    if plan.rotated:
-        transform_row(x, plan.rotation.signs, plan.rotation, scratch.row, out)
-        x = out
-    return x
+        uncentered[0] = center_rows(x, rows, n, scratch.center, out)
+    for row in range(rows):
+        if next != NULL:
+            fetch(next + row * n, n)
+        source = x + row * n
+        if plan.center and not uncentered[0] >> row & 1:
+            source = out + row * n
+        if plan.rotated:
+            transform_row(source, diagonal, plan.rotation, scratch.row, out + row * n)
+        elif diagonal != NULL:
+            multiply(source, diagonal, n, out + row * n)
+        elif plan.center and source != out + row * n:
+            memcpy(out + row * n, source, n * sizeof(float))
+    return out if plan.center or plan.rotated or diagonal != NULL else x
 
 
-cdef inline float code_row(const float *x, const Plan *plan, Scratch scratch,
-                           uint8_t *codes) noexcept nogil:
-    """Code a token that has one scale, and return that."""
-    if plan.code == SYMMETRIC:
-        return symmetric_codes(x, plan.n, plan.bits, plan.bfloat16, 1 << (plan.bits - 1), codes)
-    if plan.code == TRELLIS:
-        return trellis_row(x, plan.n, &plan.trellis, plan.bfloat16, &scratch.trellis, codes)
-    return lloyd_max_row(x, plan.n, &plan.book, plan.bfloat16, scratch.row + plan.n, codes)
+cdef inline void code_rows(const float *x, Py_ssize_t rows, const Plan *plan,
+                           Scratch scratch) noexcept nogil:
+    """Code tokens to the scratch."""
+    cdef Py_ssize_t n = plan.n, row
+    if plan.code == ASYMMETRIC:
+        asymmetric_channels(x, rows, n, plan.bits, plan.group_size, plan.bfloat16, scratch.scale,
+                            scratch.zero_point, scratch.inverse, scratch.codes)
+    elif plan.code == SYMMETRIC:
+        symmetric_rows(x, rows, n, plan.bits, plan.bfloat16, 1 << (plan.bits - 1), scratch.scale,
+                       scratch.codes)
+    elif plan.code == LLOYD_MAX:
+        lloyd_max_rows(x, rows, n, &plan.book, plan.bfloat16, scratch.row, scratch.scale,
+                       scratch.codes)
+    else:
+        for row in range(rows):
+            scratch.scale[row] = trellis_row(x + row * n, n, &plan.trellis, plan.bfloat16,
+                                             &scratch.trellis, scratch.codes + row * n)
 
 
 cdef inline void store_scales(void *stored, Py_ssize_t first, const float *scales,
@@ -258,105 +290,116 @@ cdef inline void center_block(const float *x, Py_ssize_t tokens, const Plan *pla
         scratch.center[c] = levels[c] * scale
 
 
-cdef inline void encode_tokens(const float *x, const Side *side, const float *weights,
-                               Scratch scratch, Py_ssize_t index, Py_ssize_t tokens,
-                               uint8_t *packed) noexcept nogil:
-    """Encode tokens that do not share a group; the first is the index-th of all heads."""
+cdef inline bint encode_rows(const float *x, Py_ssize_t rows, const Side *side,
+                             const float *diagonal, Scratch scratch, Py_ssize_t index,
+                             uint8_t *packed) noexcept nogil:
+    """Encode tokens that do not share a group; the first is the index-th of all heads.
+
+    Returns whether their values are bounded; if not, nothing is written.
+    """
     cdef const Plan *plan = side.plan
-    cdef Py_ssize_t n = plan.n, groups = plan.groups, t
-    cdef float *scale = scratch.row
-    cdef float *zero = scratch.row + n
-    cdef uint8_t *codes
-    cdef const float *y
-    cdef bint centered = False
-    for t in range(index, index + tokens):
-        codes = scratch.codes + (t - index) * n
-        if plan.center:
-            fetch(x + (t - index + plan.block) * n, n)  # the next block, for its mean
-        y = transformed_row(x + (t - index) * n, weights, plan, scratch, scratch.rows, &centered)
-        if plan.code == ASYMMETRIC:
-            asymmetric_channels(y, n, plan.bits, plan.group_size, plan.bfloat16, scale, zero,
-                                codes)
-            store_scales(side.scale, t * groups, scale, groups, plan.bfloat16)
-            store_scales(side.zero_point, t * groups, zero, groups, plan.bfloat16)
-        else:
-            scale[0] = code_row(y, plan, scratch, codes)
-            if plan.center and not centered:
-                scale[0] = -scale[0]
-            store_scale(side.scale, t, scale[0], plan.bfloat16)
-    pack_rows(scratch.codes, tokens, n, plan.width, packed + index * plan.row_bytes)
+    cdef Py_ssize_t n = plan.n, groups = plan.groups, row
+    cdef uint32_t uncentered = 0
+    if not are_bounded(x, rows * n):
+        return False
+    # The mean of the next block will go over all of its tokens before they are needed one by one.
+    x = transformed_rows(x, rows, diagonal, plan, scratch,
+                         x + (plan.block if plan.center else TOGETHER) * n, &uncentered)
+    code_rows(x, rows, plan, scratch)
+    for row in range(rows):
+        if uncentered >> row & 1:
+            scratch.scale[row] = -scratch.scale[row]
+    store_scales(side.scale, index * groups, scratch.scale, rows * groups, plan.bfloat16)
+    if plan.code == ASYMMETRIC:
+        store_scales(side.zero_point, index * groups, scratch.zero_point, rows * groups,
+                     plan.bfloat16)
+    pack_rows(scratch.codes, rows, n, plan.width, packed + index * plan.row_bytes)
+    return True
 
 
-cdef inline void encode_groups(const float *x, const Side *side, const float *weights,
-                               Scratch scratch, Py_ssize_t index, Py_ssize_t group,
-                               Py_ssize_t tokens, uint8_t *packed) noexcept nogil:
-    """Encode groups of tokens, the first of which is the group-th of all heads."""
+cdef inline bint encode_groups(const float *x, Py_ssize_t tokens, const Side *side,
+                               const float *diagonal, Scratch scratch, Py_ssize_t index,
+                               Py_ssize_t group, uint8_t *packed) noexcept nogil:
+    """The same for groups of tokens, the first of which is the group-th of all heads."""
     cdef const Plan *plan = side.plan
-    cdef Py_ssize_t n = plan.n, t, g, first, members
-    cdef float *scale = scratch.row
-    cdef float *zero = scratch.row + n
-    if plan.rotated or weights != NULL:
-        for t in range(tokens):
-            transformed_row(x + t * n, weights, plan, scratch, scratch.rows + t * n, NULL)
-        x = scratch.rows
+    cdef Py_ssize_t n = plan.n, g, first, members
+    if not are_bounded(x, tokens * n):
+        return False
+    x = transformed_rows(x, tokens, diagonal, plan, scratch, NULL, NULL)
     for g in range((tokens + plan.group_size - 1) // plan.group_size):
         first = g * plan.group_size
-        members = plan.group_size if first + plan.group_size < tokens else tokens - first
-        asymmetric_tokens(x + first * n, members, n, plan.bits, plan.bfloat16, scale, zero,
-                          scratch.row + 2 * n, scratch.codes)
-        store_scales(side.scale, (group + g) * n, scale, n, plan.bfloat16)
-        store_scales(side.zero_point, (group + g) * n, zero, n, plan.bfloat16)
+        members = min(plan.group_size, tokens - first)
+        asymmetric_tokens(x + first * n, members, n, plan.bits, plan.bfloat16, scratch.scale,
+                          scratch.zero_point, scratch.inverse, scratch.codes)
+        store_scales(side.scale, (group + g) * n, scratch.scale, n, plan.bfloat16)
+        store_scales(side.zero_point, (group + g) * n, scratch.zero_point, n, plan.bfloat16)
         pack_rows(scratch.codes, members, n, plan.width,
                   packed + (index + first) * plan.row_bytes)
+    return True
 
 
 cdef Py_ssize_t carve_scratch(char *base, Scratch *scratch, const Plan *plan,
                               Py_ssize_t unit) noexcept nogil:
     """Lay the scratch of a thread out from base; returns the bytes it needs."""
-    cdef Py_ssize_t at = 0, n = plan.n, rows = unit if plan.by_token else 1
+    cdef Py_ssize_t at = 0, n = plan.n, rows = unit if plan.by_token else TOGETHER
+    cdef Py_ssize_t groups = n if plan.by_token else TOGETHER * plan.groups
     scratch.rows = <float *> take(base, &at, rows * n * 4)
     scratch.total = <double *> take(base, &at, n * 8)
     scratch.center = <float *> take(base, &at, n * 4)
-    scratch.row = <float *> take(base, &at, 3 * n * 4)
-    scratch.codes = <uint8_t *> take(base, &at, unit * n)
+    scratch.diagonal = <float *> take(base, &at, n * 4)
+    scratch.row = <float *> take(base, &at, n * 4)
+    scratch.scale = <float *> take(base, &at, groups * 4)
+    scratch.zero_point = <float *> take(base, &at, groups * 4)
+    scratch.inverse = <float *> take(base, &at, groups * 4)
+    scratch.codes = <uint8_t *> take(base, &at, rows * n)
     if plan.code == TRELLIS:
         at = carve_trellis(base, at, n, plan.bits, &scratch.trellis)
     return at
 
 
-cdef void encode_block(const float *x, Py_ssize_t pitch, const Side *side, uint8_t *packed,
+cdef bint encode_block(const float *x, Py_ssize_t pitch, const Side *side, uint8_t *packed,
                        int8_t *center_levels, void *center_scale, Py_ssize_t head,
                        Py_ssize_t first, Py_ssize_t tokens, Scratch scratch) noexcept nogil:
+    """Returns whether all values are bounded."""
     cdef const Plan *plan = side.plan
-    cdef Py_ssize_t n = plan.n, index = head * side.tokens + first, block
+    cdef Py_ssize_t n = plan.n, index = head * side.tokens + first, block, t, rows
+    cdef bint bounded = True
     cdef const float *weights = side.weights
     if weights != NULL:
         weights = weights + head * n
+    cdef const float *diagonal = diagonal_of(plan, weights, scratch)
     x = x + (head * pitch + first) * n
     if plan.center:
         block = head * side.blocks + first // plan.block
         center_block(x, tokens, plan, scratch, center_levels + block * n, center_scale, block)
     if plan.by_token:
-        encode_groups(x, side, weights, scratch, index,
-                      head * side.token_groups + first // plan.group_size, tokens, packed)
-    else:
-        encode_tokens(x, side, weights, scratch, index, tokens, packed)
+        return encode_groups(x, tokens, side, diagonal, scratch, index,
+                             head * side.token_groups + first // plan.group_size, packed)
+    t = 0
+    while t < tokens and bounded:
+        rows = min(TOGETHER, tokens - t)
+        bounded = encode_rows(x + t * n, rows, side, diagonal, scratch, index + t, packed)
+        t += rows
+    return bounded
 
 
-cdef void encode_unit(const float *x, Py_ssize_t pitch, const Side *side, uint8_t *packed,
+cdef bint encode_unit(const float *x, Py_ssize_t pitch, const Side *side, uint8_t *packed,
                       int8_t *center_levels, void *center_scale, Py_ssize_t task, Py_ssize_t unit,
                       char *base) noexcept nogil:
-    """Encode the task-th stretch of `unit` tokens of all heads."""
+    """Encode the task-th stretch of `unit` tokens of all heads; returns like `encode_block`."""
     cdef Py_ssize_t units = (side.tokens + unit - 1) // unit
     cdef Py_ssize_t head = task // units, first = task % units * unit
     cdef Scratch scratch
     carve_scratch(base, &scratch, side.plan, unit)
-    encode_block(x, pitch, side, packed, center_levels, center_scale, head, first,
-                 unit if first + unit < side.tokens else side.tokens - first, scratch)
+    return encode_block(x, pitch, side, packed, center_levels, center_scale, head, first,
+                        min(unit, side.tokens - first), scratch)
 
 
 def encode(x, codec, weights):
-    """Encode x (batch, kv_heads, tokens, head_dim) of float32."""
+    """Encode x (batch, kv_heads, tokens, head_dim) of float32.
+
+    None if a value is not finite or not below 2^100 in magnitude.
+    """
     cdef Py_ssize_t tokens = x.shape[2], n = x.shape[3]
     cdef CodecPlan codec_plan = plan_for(codec, n)
     cdef const Plan *plan = &codec_plan.plan
@@ -375,11 +418,12 @@ def encode(x, codec, weights):
     cdef Scratch unused
     cdef Py_ssize_t thread_bytes = carve_scratch(NULL, &unused, plan, unit)
     cdef uint8_t[::1] scratch = np.empty(threads * thread_bytes + 64, dtype=np.uint8)
-    cdef Py_ssize_t task, tasks = x.shape[0] * x.shape[1] * units
+    cdef Py_ssize_t task, tasks = x.shape[0] * x.shape[1] * units, unbounded = 0
     for task in prange(tasks, nogil=True, num_threads=threads, schedule="static"):
-        encode_unit(source.exact, source.pitch, &side, packed, center_levels, center_scale, task,
-                    unit, aligned(scratch, thread_bytes, threadid()))
-    return encoded
+        unbounded += not encode_unit(source.exact, source.pitch, &side, packed, center_levels,
+                                     center_scale, task, unit,
+                                     aligned(scratch, thread_bytes, threadid()))
+    return None if unbounded else encoded
 
 
 cdef inline void levels_of_row(const uint8_t *packed, const Plan *plan,

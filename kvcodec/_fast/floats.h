@@ -41,11 +41,22 @@ enum { SUM_ROWS = LANES == 16 ? 4 : 2, CHANNEL_VECTORS = 4 };
 #define SUM_OF(a, b) ((a) + (b))
 #define INT_SUM_OF(a, b) ((vfloat)((vint)(a) + (vint)(b)))
 
-/* Totals of `count` sums, a power of two up to LANES. */
-INLINE void totals_of(const vfloat (*sums)[SUMS], const int count, float *totals)
+/* The sums of the lanes of `count` vectors, a power of two up to LANES. */
+INLINE void lane_totals_of(const vfloat *x, const int count, float *totals)
 {
     vfloat v[LANES];
     int left = count;
+    for (int i = 0; i < count; i++)
+        v[i] = x[i];
+    ALL_HALVES(SUM_OF)
+    for (int i = 0; i < count; i++)
+        totals[i] = v[0][i * (LANES / count)];
+}
+
+/* Totals of `count` sums. */
+INLINE void totals_of(const vfloat (*sums)[SUMS], const int count, float *totals)
+{
+    vfloat v[LANES];
     for (int i = 0; i < count; i++)
 #if LANES == 16
         v[i] = sums[i][0];
@@ -54,9 +65,7 @@ INLINE void totals_of(const vfloat (*sums)[SUMS], const int count, float *totals
 #else
         v[i] = (sums[i][0] + sums[i][2]) + (sums[i][1] + sums[i][3]);
 #endif
-    ALL_HALVES(SUM_OF)
-    for (int i = 0; i < count; i++)
-        totals[i] = v[0][i * (LANES / count)];
+    lane_totals_of(v, count, totals);
 }
 
 /* The largest lanes of `count` vectors, a power of two up to LANES. */
@@ -83,22 +92,28 @@ INLINE void int_totals_of(const vint *x, const int count, int32_t *totals)
         totals[i] = ((vint)v[0])[i * (LANES / count)];
 }
 
-/* 64 small integers as bytes, with or without signs; adds their sums, some each, to total. */
+/* 64 integers from -128 to 127 as bytes; adds their sums, some each, to total. */
 INLINE vint store_64(uint8_t *p, const vint *x, vint total)
 {
-#if LANES == 16 && defined(__AVX512VNNI__)
-    const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
-    const __m512i low = _mm512_packs_epi32((__m512i)x[0], (__m512i)x[1]);
-    const __m512i high = _mm512_packs_epi32((__m512i)x[2], (__m512i)x[3]);
-    const __m512i bytes = _mm512_permutexvar_epi32(order, _mm512_packs_epi16(low, high));
-    _mm512_storeu_si512(p, bytes);
-    return (vint)_mm512_dpbusd_epi32((__m512i)total, _mm512_set1_epi8(1), bytes);
+    for (int i = 0; i < 64 / LANES; i += 4) {
+        const vbytes bytes = narrow(x + i);
+        memcpy(p + i * LANES, &bytes, sizeof bytes);
+#if LANES == 16
+        total = (vint)_mm512_dpbusd_epi32((__m512i)total, _mm512_set1_epi8(1), (__m512i)bytes);
 #else
-    for (int i = 0; i < 64 / LANES; i++) {
-        store_bytes(p + i * LANES, x[i]);
-        total += x[i];
+        total += (x[i] + x[i + 1]) + (x[i + 2] + x[i + 3]);
+#endif
     }
     return total;
+}
+
+/* The larger magnitude of each lane of a, which has no sign, and b. */
+INLINE vfloat larger_magnitude(vfloat a, vfloat b)
+{
+#if LANES == 16
+    return (vfloat)_mm512_range_ps((__m512)a, (__m512)b, 0xB);
+#else
+    return LARGEST(a, (vfloat)((vint)b & 0x7fffffff));
 #endif
 }
 
@@ -116,6 +131,21 @@ INLINE vfloat load_some(const float *x, Py_ssize_t count)
     for (Py_ssize_t i = 0; i < count && i < LANES; i++)
         all[i] = x[i];
     return load(all);
+}
+
+/* The first `count` floats, which may be a whole vector. */
+INLINE vfloat load_up_to(const float *x, Py_ssize_t count)
+{
+    return count >= LANES ? load(x) : load_some(x, count);
+}
+
+INLINE void store_up_to(float *x, vfloat v, Py_ssize_t count)
+{
+    if (count >= LANES)
+        store(x, v);
+    else
+        for (Py_ssize_t i = 0; i < count; i++)
+            x[i] = v[i];
 }
 
 /* out[row * out_stride + token] = token . row in 16 lanes, for a block of both that share loads. */

@@ -31,16 +31,6 @@ static void load_group(const void *scales, const void *zero_points, Py_ssize_t a
         middle[i] += half * scale[i];
 }
 
-/* The larger magnitude of each lane of a, which has no sign, and b. */
-INLINE vfloat larger_magnitude(vfloat a, vfloat b)
-{
-#if LANES == 16
-    return (vfloat)_mm512_range_ps((__m512)a, (__m512)b, 0xB);
-#else
-    return LARGEST(a, (vfloat)((vint)b & 0x7fffffff));
-#endif
-}
-
 /* y = q * scale, its largest magnitude and q . middle in 16 lanes, for some rows that share the
    loads of the group. */
 INLINE void multiply_group(const float *q, Py_ssize_t stride, const int rows, const float *scale,

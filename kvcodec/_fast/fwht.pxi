@@ -1,33 +1,37 @@
-# Fast Walsh-Hadamard transform. A row of 128 (64 without AVX-512) stays in eight vectors for all of
-# its butterflies, with one load and one store (simd.h); longer rows go through the cache once for
-# each distance more than twice that. For m > 1 the small symmetric Paley matrix follows across the
-# pieces, one piece after the other as in the reference, so that every output is the same tree of
-# float32 additions. Threads take a few rows at a time.
+# Fast Walsh-Hadamard transform. A row of up to 128 (64 without AVX-512) stays in registers for all
+# of its butterflies, with one load and one store (hadamard.h); longer rows go through the cache
+# once for each distance more than twice that. For m > 1 the small symmetric Paley matrix follows
+# across the pieces, one piece after the other as in the reference, so that every output is the same
+# tree of float32 additions. Threads take a few rows at a time.
 
 cdef struct Rotation:
     Py_ssize_t n
     Py_ssize_t m
     Py_ssize_t power
     float factor
-    const float *paley
+    const float *signs_of_pieces
+    Py_ssize_t stride
     const float *signs
 
 
 cdef class RotationTables:
     """A rotation of one size, with the arrays that its pointers lead to."""
     cdef Rotation rotation
-    cdef object paley
+    cdef object signs_of_pieces
     cdef object signs
 
     def __init__(self, n, signs):
         m, power = factor_order(n)
-        self.paley = paley_matrix(m).astype(np.float32)
+        stride = (n + 15) // 16 * 16  # whole vectors
+        self.signs_of_pieces = np.zeros((m, stride), dtype=np.float32)
+        self.signs_of_pieces[:, :n] = paley_matrix(m).T.repeat(power, axis=1)
         self.signs = signs
         self.rotation.n = n
         self.rotation.m = m
         self.rotation.power = power
         self.rotation.factor = inverse_square_root(n)
-        self.rotation.paley = <const float *> address(self.paley)
+        self.rotation.signs_of_pieces = <const float *> address(self.signs_of_pieces)
+        self.rotation.stride = stride
         self.rotation.signs = <const float *> address(signs)
 
 
@@ -37,31 +41,17 @@ def plain_tables(n):
     return RotationTables(n, None)
 
 
-cdef inline void transform_row(const float *x, const float *signs, const Rotation *rotation,
+cdef inline void transform_row(const float *x, const float *diagonal, const Rotation *rotation,
                                float *scratch, float *y) noexcept nogil:
-    """y = H x / sqrt(n), or H D x / sqrt(n) with signs D; y may be x, scratch holds n floats."""
-    cdef Py_ssize_t m = rotation.m, power = rotation.power, out_piece, piece, j
-    cdef const float *piece_signs = NULL
-    cdef float *total
-    cdef float sign
-    if m == 1:
-        butterflies(x, signs, power, rotation.factor, y)
-        return
-    for piece in range(m):
-        if signs != NULL:
-            piece_signs = signs + piece * power
-        butterflies(x + piece * power, piece_signs, power, 1, scratch + piece * power)
-    for out_piece in range(m):
-        total = y + out_piece * power
-        sign = rotation.paley[out_piece * m]
-        for j in range(power):
-            total[j] = sign * scratch[j]
-        for piece in range(1, m):
-            sign = rotation.paley[out_piece * m + piece]
-            for j in range(power):
-                total[j] = total[j] + sign * scratch[piece * power + j]
-    for j in range(rotation.n):
-        y[j] = y[j] * rotation.factor
+    """y = H x / sqrt(n), or H D x / sqrt(n) with a diagonal D.
+
+    y may be x; scratch holds n floats.
+    """
+    if rotation.m == 1:
+        butterflies(x, diagonal, rotation.n, rotation.factor, y)
+    else:
+        transform_pieces(x, diagonal, rotation.m, rotation.power, rotation.signs_of_pieces,
+                         rotation.stride, rotation.factor, scratch, y)
 
 
 cdef enum:

@@ -1,7 +1,7 @@
 # KIVI's asymmetric codes. For groups of tokens a lane is a channel: the minimum and maximum of all
 # channels are kept side by side while the tokens of the group pass by, then the group is coded in
-# a second pass. For groups of channels the same code runs on one token with the group as a row.
-# Threads take groups of tokens, or tokens.
+# a second pass. Groups of channels are rows that share the steps across lanes (codes.h), and the
+# scales of some tokens are found together. Threads take groups of tokens, or tokens.
 
 cdef inline void group_range(float low, float high, int bits, bint bfloat16, float *scale,
                              float *zero_point) noexcept nogil:
@@ -43,19 +43,28 @@ cdef inline void asymmetric_tokens(const float *x, Py_ssize_t tokens, Py_ssize_t
             codes[t * n + c] = asymmetric_code(x[t * n + c], zero_point[c], inverse[c], largest)
 
 
-cdef inline void asymmetric_channels(const float *x, Py_ssize_t n, int bits, Py_ssize_t group_size,
-                                     bint bfloat16, float *scale, float *zero_point,
+cdef inline void asymmetric_channels(const float *x, Py_ssize_t rows, Py_ssize_t n, int bits,
+                                     Py_ssize_t group_size, bint bfloat16, float *scale,
+                                     float *zero_point, float *inverse,
                                      uint8_t *codes) noexcept nogil:
-    """Code one token by groups of channels."""
-    cdef float largest = (1 << bits) - 1, low, high
-    cdef Py_ssize_t start, members, group
-    for group in range((n + group_size - 1) // group_size):
-        start = group * group_size
-        members = group_size if start + group_size < n else n - start
-        range_of(x + start, members, &low, &high)
-        group_range(low, high, bits, bfloat16, &scale[group], &zero_point[group])
-        round_codes(x + start, members, zero_point[group], reciprocal(scale[group]), 0, largest, 0,
-                    codes + start)
+    """Code some tokens by groups of channels; inverse is scratch for a float for each group."""
+    cdef Py_ssize_t whole = n // group_size, rest = n % group_size
+    cdef Py_ssize_t groups = whole + (rest > 0), row, group, start
+    for row in range(rows):
+        ranges_of_rows(x + row * n, whole, group_size, zero_point + row * groups,
+                       scale + row * groups)
+        if rest:
+            group = row * groups + whole
+            ranges_of_rows(x + (row + 1) * n - rest, 1, rest, zero_point + group, scale + group)
+    for group in range(rows * groups):
+        group_range(zero_point[group], scale[group], bits, bfloat16, &scale[group],
+                    &zero_point[group])
+        inverse[group] = reciprocal(scale[group])
+    for row in range(rows):
+        for group in range(row * groups, (row + 1) * groups):
+            start = row * n + (group - row * groups) * group_size
+            round_codes(x + start, min(group_size, (row + 1) * n - start), zero_point[group],
+                        inverse[group], 0, codes + start)
 
 
 def quantize_asymmetric(x, int bits, Py_ssize_t group_size, str axis, str scale_dtype):
@@ -84,8 +93,9 @@ def quantize_asymmetric(x, int bits, Py_ssize_t group_size, str axis, str scale_
             asymmetric_tokens(source + first * n, members, n, bits, bfloat16, scales + task * n,
                               zeros + task * n, &inverse[threadid(), 0], target + first * n)
         else:
-            asymmetric_channels(source + task * n, n, bits, group_size, bfloat16,
-                                scales + task * groups, zeros + task * groups, target + task * n)
+            asymmetric_channels(source + task * n, 1, n, bits, group_size, bfloat16,
+                                scales + task * groups, zeros + task * groups,
+                                &inverse[threadid(), 0], target + task * n)
     return codes, scale, zero_point
 
 

@@ -1,7 +1,8 @@
 # Lloyd-Max codes. The norm is a float64 sum in 8 lanes; a code is the number of boundaries below
-# the scaled value, found for a vector of values at a time by halving a table of boundaries that
-# lies in registers (simd.h), without branches. The scale rules other than "norm" take a second
-# pass over the levels that the search leaves behind. Threads take rows.
+# the scaled value, found for a vector of integers at a time by halving tables of boundaries that
+# lie in registers (codes.h), without branches. The scale rules other than "norm" take another pass
+# over levels and values. Some rows take each of these steps together. Threads take some rows at a
+# time.
 
 cdef enum:
     NORM = 0
@@ -44,22 +45,48 @@ cdef inline float fitted_scale(const float *x, const float *y, Py_ssize_t n, dou
     return <float> (norm * norm / projection)
 
 
-cdef inline float lloyd_max_row(const float *x, Py_ssize_t n, const Book *book, bint bfloat16,
-                                float *y, uint8_t *codes) noexcept nogil:
-    """Write the codes of one vector and return its scale; y is scratch for n floats."""
-    cdef double norm = sqrt(dot_8(x, x, n))
-    cdef float scale = round_scale(<float> (norm * book.step), bfloat16)
-    find_cells(x, n, reciprocal(scale), &book.cells, codes, NULL if book.scale_rule == NORM else y)
-    if book.scale_rule != NORM:
-        scale = round_scale(fitted_scale(x, y, n, norm, book.scale_rule), bfloat16)
+cdef inline void find_codes(const float *x, Py_ssize_t rows, Py_ssize_t n, const Book *book,
+                            const float *scale, uint8_t *codes) noexcept nogil:
+    cdef float inverse[TOGETHER]
+    cdef Py_ssize_t row
+    for row in range(rows):
+        inverse[row] = reciprocal(scale[row])
+    for row in range(rows):
+        find_cells(x + row * n, n, inverse[row], &book.cells, codes + row * n)
+
+
+cdef inline void lloyd_max_rows(const float *x, Py_ssize_t rows, Py_ssize_t n, const Book *book,
+                                bint bfloat16, float *y, float *scale,
+                                uint8_t *codes) noexcept nogil:
+    """Write the codes and the scale of up to TOGETHER vectors; y is scratch for n floats."""
+    cdef double norm[TOGETHER]
+    cdef Py_ssize_t row
+    for row in range(rows):
+        norm[row] = dot_8(x + row * n, x + row * n, n)
+    for row in range(rows):
+        norm[row] = sqrt(norm[row])
+        scale[row] = round_scale(<float> (norm[row] * book.step), bfloat16)
+    find_codes(x, rows, n, book, scale, codes)
+    if book.scale_rule == NORM:
+        return
+    for row in range(rows):
+        if book.scale_rule == NORM_PRESERVING and scale[row] > 0:
+            # Levels have the signs of their cells, so that the projection is positive.
+            scale[row] = <float> (norm[row] / sqrt(energy_of_cells(codes + row * n, n,
+                                                                   &book.cells)))
+        else:
+            levels_of_cells(codes + row * n, n, &book.cells, y)
+            scale[row] = fitted_scale(x + row * n, y, n, norm[row], book.scale_rule)
+    for row in range(rows):
+        scale[row] = round_scale(scale[row], bfloat16)
     if book.scale_rule == LEAST_SQUARES:
-        find_cells(x, n, reciprocal(scale), &book.cells, codes, NULL)
-    return scale
+        find_codes(x, rows, n, book, scale, codes)
 
 
 def quantize_lloyd_max(x, levels, boundaries, double step, str scale_rule, str scale_dtype):
     """Codes and scales of the vectors along the last axis."""
-    cdef Py_ssize_t n = x.shape[x.ndim - 1], rows = rows_of(x), row
+    cdef Py_ssize_t n = x.shape[x.ndim - 1], rows = rows_of(x), first
+    cdef Py_ssize_t task, tasks = (rows + TOGETHER - 1) // TOGETHER
     cdef bint bfloat16 = scale_dtype == "bfloat16"
     cdef int threads = threads_for(rows * n)
     cdef Book book
@@ -70,9 +97,10 @@ def quantize_lloyd_max(x, levels, boundaries, double step, str scale_rule, str s
     cdef const float *source = <const float *> address(x)
     cdef uint8_t *target = <uint8_t *> address(codes)
     cdef float *scales = <float *> address(scale)
-    for row in prange(rows, nogil=True, num_threads=threads, schedule="static"):
-        scales[row] = lloyd_max_row(source + row * n, n, &book, bfloat16,
-                                    &scratch[threadid(), 0], target + row * n)
+    for task in prange(tasks, nogil=True, num_threads=threads, schedule="static"):
+        first = task * TOGETHER
+        lloyd_max_rows(source + first * n, min(TOGETHER, rows - first), n, &book, bfloat16,
+                       &scratch[threadid(), 0], scales + first, target + first * n)
     return codes, scale[()]
 
 

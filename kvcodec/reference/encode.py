@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvcodec.encoded import Encoded
-from kvcodec.reference._numbers import load, store
+from kvcodec.reference._numbers import LARGEST_MAGNITUDE, largest_magnitude_of, load, store
 from kvcodec.reference.center import center_blocks, center_tokens, expand_centers
 from kvcodec.reference.fwht import fwht
 from kvcodec.reference.kivi import dequantize_asymmetric, quantize_asymmetric
@@ -58,8 +58,13 @@ def unrotate(y: np.ndarray, codec: Codec) -> np.ndarray:
     return out
 
 
-def encode(x: np.ndarray, codec: Codec, weights: np.ndarray | None) -> Encoded:
-    """Encode x (batch, kv_heads, tokens, head_dim) of float32."""
+def encode(x: np.ndarray, codec: Codec, weights: np.ndarray | None) -> Encoded | None:
+    """Encode x (batch, kv_heads, tokens, head_dim) of float32.
+
+    None if a value is not finite or not below 2^100 in magnitude.
+    """
+    if x.size and not largest_magnitude_of(x) < LARGEST_MAGNITUDE:
+        return None
     head_dim = x.shape[-1]
     center_levels = center_scale = zero_point = None
     if codec.center:
