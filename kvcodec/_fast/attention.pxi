@@ -63,6 +63,12 @@ cdef inline void clear_sums(Sums *sums, Py_ssize_t rows, Py_ssize_t n,
 cdef inline void sums_to_probabilities(const Plan *plan, Py_ssize_t row, Py_ssize_t rows,
                                        Py_ssize_t low, Py_ssize_t high, Work *work) noexcept nogil:
     """Probabilities of rows that see the tokens low <= t < high of a tile."""
+    if plan.by_token:
+        probabilities_of_groups(
+            work.sums + row * TILE, work.folded_scale + row, work.offset + row, work.rows,
+            work.factor + row, SATURATION, rows, low, high, work.part.largest + row,
+            work.part.lanes + row * 16, work.scores + row * TILE, work.ratio + row, fetch_of(work))
+        return
     probabilities_of_sums(
         work.sums + row * TILE, work.scale, work.rounded_scale + row,
         work.center + row if plan.center else NULL, work.factor + row, SATURATION, rows, low, high,
@@ -204,19 +210,25 @@ cdef inline float bytes_of_products(const Side *side, bint integers) noexcept no
 
 cdef inline bint softmax_fetches(const Plan *plan, const Options *options) noexcept nogil:
     """Whether probabilities are taken from integer sums of whole tiles."""
-    return (plan != NULL and not plan.by_token and options.integer_query and options.softcap == 0
-            and (not plan.center or plan.block % TILE == 0))
+    return (plan != NULL and (not plan.by_token or plan.span > 0) and options.integer_query
+            and options.softcap == 0 and (not plan.center or plan.block % TILE == 0))
 
 
 cdef inline void share_fetching(const Unit *unit, Py_ssize_t rows, const Options *options,
                                 Fetch *fetch) noexcept nogil:
-    """Spread what is fetched over the bytes that products read, and over the softmax."""
+    """Spread what is fetched over the bytes that products read, and over what lies between."""
+    cdef const Plan *keys = unit.keys.plan
+    cdef const Plan *values = unit.values.plan
     cdef float read = (bytes_of_products(unit.keys, options.integer_query)
                        + bytes_of_products(unit.values, options.probability_bits > 0))
     memset(fetch, 0, sizeof(Fetch))
     if read > 0:
-        if softmax_fetches(unit.keys.plan, options):
+        if softmax_fetches(keys, options):
             read += rows * ROW_AS_BYTES
+            if keys.by_token:
+                read += rows * (TILE // GROUP // keys.span) * FOLD_AS_BYTES
+        if values != NULL and values.code == ASYMMETRIC and options.probability_bits > 0:
+            read += rows * values.groups * ROUND_AS_BYTES
         fetch.share[0] = unit.keys.tile_bytes / (2 * read)
         fetch.share[1] = unit.values.tile_bytes / (2 * read)
 
