@@ -22,23 +22,24 @@ def codec(name, side, head_dim):
     return kv.codec(preset, side=side, **options)
 
 
-def filled(name, head_dim, tokens, **options):
-    """A cache whose body has left the exact window."""
+def filled(name, head_dim, tokens, factor=1, **options):
+    """A cache whose body has left the exact window; keys are multiplied by a factor."""
     rng = np.random.default_rng(head_dim + tokens)
     k, v = rng.standard_normal((2, 1, 1, tokens, head_dim), dtype=np.float32)
+    k *= np.float32(factor)
     sides = (codec(name, side, head_dim) for side in ("key", "value"))
     cache = kv.KVCache(1, 1, head_dim, *sides, sinks=1, recent=0, **options)
     cache.append(0, k, v)
     return cache
 
 
-def attended(name, head_dim, rows, tokens, **options):
+def attended(name, head_dim, rows, tokens, softcap=None, **options):
     """What queries of `rows` heads get, in each level."""
     q = np.random.default_rng(rows).standard_normal((1, rows, 1, head_dim), dtype=np.float32)
     for level in LEVELS:
         with level.context():
             cache = filled(name, head_dim, tokens, **options)
-            yield tuple(cache.attend(0, q, return_lse=True))
+            yield tuple(cache.attend(0, q, softcap=softcap, return_lse=True))
 
 
 def assert_levels_agree(*case, **options):
@@ -49,16 +50,23 @@ def assert_levels_agree(*case, **options):
 
 
 @pytest.mark.parametrize("rows", [1, 4, 5, 8, 9, 16, 17, 31, 32, 35])
-@pytest.mark.parametrize("name", ["int8", "int4", "int3", "int2", "kivi4", "kivi2 64"])
+@pytest.mark.parametrize("name", ["int8", "int4", "int3", "int2", "kivi4", "kivi2 16", "kivi2 64"])
 def test_any_number_of_rows(name, rows):
     assert_levels_agree(name, 64, rows, 200)
 
 
 @pytest.mark.parametrize("head_dim", [1, 17, 20, 80, 96, 200, 256, 260, 512, 1024])
-@pytest.mark.parametrize("name", ["int8", "int4", "int3", "int2", "kivi4", "kivi2 1"])
+@pytest.mark.parametrize("name", ["int8", "int4", "int3", "int2", "kivi4", "kivi4 16", "kivi2 1"])
 def test_any_head_dim(name, head_dim):
     for rows in (4, 17):
         assert_levels_agree(name, head_dim, rows, 150)
+
+
+@pytest.mark.parametrize("softcap", [None, 20.0])
+@pytest.mark.parametrize("factor", [1e-30, 1e-3, 1e18, 1e29])
+@pytest.mark.parametrize("name", ["int4", "kivi4", "kivi4 1"])
+def test_keys_of_any_magnitude(name, factor, softcap):
+    assert_levels_agree(name, 64, 5, 200, factor=factor, softcap=softcap)
 
 
 @pytest.mark.parametrize("head_dim", [16, 20, 28, 60, 80, 144, 1024])
@@ -84,7 +92,7 @@ def test_trellis_tiles_hold_the_codes_of_rows(name, head_dim):
 
 @pytest.mark.parametrize("tokens", [15, 16, 17, 63, 64, 65, 129])
 @pytest.mark.parametrize("bits", [7, 14])
-@pytest.mark.parametrize("name", ["int4", "kivi4 32", "kivi2 32"])
+@pytest.mark.parametrize("name", ["int4", "kivi4 16", "kivi4 32", "kivi2 32"])
 def test_any_number_of_tokens(name, bits, tokens):
     assert_levels_agree(name, 128, 4, tokens + 1, probability_bits=bits)
 

@@ -62,28 +62,33 @@ static void amx_end(Py_ssize_t tile_rows)
 /* The compiler does not know what memory the loads of tiles read. */
 LANES_INLINE void amx_written(void) { __asm__ volatile("" ::: "memory"); }
 
-/* Where sums begin: at zero, or at what cancels the bias of 8-bit codes. */
-LANES_INLINE void amx_start_sums(const int32_t *weight_sums, Py_ssize_t rows, const int bits,
+/* The sums of some rows begin at what cancels the bias of 8-bit codes. */
+LANES_INLINE void amx_start_sums(const Product *product, Py_ssize_t first, Py_ssize_t rows,
                                  const int groups)
 {
-    int32_t start[AMX_ROWS][GROUP_LANES] __attribute__((aligned(64)));
-#define CLEAR(g, b) _tile_zero(g)
-#define START(g, b) _tile_loadd(g, start, 64)
-    if (bits < 8) {
-        AMX_EACH(groups, CLEAR);
-        return;
+    const int32_t *weight_sums = product->weight_sums + first;
+    int32_t *sums = product->sums + first * DOT_STRIDE;
+    for (int g = 0; g < groups; g++, sums += GROUP_LANES) {
+        for (Py_ssize_t r = 0; r < rows; r++) {
+            const int32_t start = -DOT_BIAS * weight_sums[r];
+            for (int i = 0; i < GROUP_LANES; i++)
+                sums[r * DOT_STRIDE + i] = start;
+        }
+        if (((g + 1) & (product->span - 1)) == 0)
+            weight_sums += product->next_sums;
     }
-    for (Py_ssize_t r = 0; r < rows; r++)
-        for (int i = 0; i < GROUP_LANES; i++)
-            start[r][i] = -DOT_BIAS * weight_sums[r];
-    amx_written();
-    AMX_EACH(groups, START);
+}
+
+LANES_INLINE void amx_clear_sums(const int groups)
+{
+#define CLEAR(g, b) _tile_zero(g)
+    AMX_EACH(groups, CLEAR);
 #undef CLEAR
-#undef START
 }
 
 LANES_INLINE void amx_load_sums(const int32_t *sums, Py_ssize_t stride, const int groups)
 {
+    amx_written();
 #define LOAD(g, b) _tile_loadd(g, sums + g * GROUP_LANES, stride * 4)
     AMX_EACH(groups, LOAD);
 #undef LOAD
@@ -97,13 +102,17 @@ LANES_INLINE void amx_store_sums(int32_t *sums, Py_ssize_t stride, const int gro
 }
 
 /* The sums in tiles += 64 elements of a block of rows times bytes. */
-LANES_INLINE void amx_multiply(const int8_t *weights, Py_ssize_t stride, const uint8_t *bytes,
-                               Py_ssize_t row_bytes, const int bits, const int groups)
+LANES_INLINE void amx_multiply(const Product *product, const int8_t *weights,
+                               const uint8_t *bytes, Py_ssize_t row_bytes, const int bits,
+                               const int groups)
 {
     amx_written();
-    _tile_loadd(4, weights, stride);
 #define MULTIPLY(g, b) \
     do { \
+        if ((g & (product->span - 1)) == 0) { \
+            _tile_loadd(4, weights, product->weights_stride); \
+            weights += product->next_weights; \
+        } \
         _tile_loadd(b, bytes + g * VECTOR_BYTES, row_bytes); \
         if (bits < 8) \
             _tile_dpbssd(g, 4, b); \
@@ -167,17 +176,18 @@ LANES_INLINE void amx_multiply_rows(const amx_piece *piece, Py_ssize_t rows, Py_
                                     const int bits, const int groups)
 {
     const Product *product = piece->product;
-    const Py_ssize_t stride = product->weights_stride;
     const int8_t *weights = product->weights + piece->first * chunk_elements(bits);
     for (Py_ssize_t row = 0; row < rows; row += tile_rows) {
         int32_t *sums = product->sums + row * DOT_STRIDE;
-        if (piece->begins)
-            amx_start_sums(product->weight_sums + row, tile_rows, bits, groups);
-        else if (rows > tile_rows)
+        if (piece->begins && bits == 8)
+            amx_start_sums(product, row, tile_rows, groups);
+        if (piece->begins && bits < 8)
+            amx_clear_sums(groups);
+        else if (piece->begins || rows > tile_rows)
             amx_load_sums(sums, DOT_STRIDE, groups);
         for (int part = 0; part < piece->parts; part++)
-            amx_multiply(weights + row * stride + part * AMX_ELEMENTS, stride, piece->bytes[part],
-                         piece->row_bytes[part], bits, groups);
+            amx_multiply(product, weights + row * product->weights_stride + part * AMX_ELEMENTS,
+                         piece->bytes[part], piece->row_bytes[part], bits, groups);
         if (piece->ends || rows > tile_rows)
             amx_store_sums(sums, DOT_STRIDE, groups);
     }

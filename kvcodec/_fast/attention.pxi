@@ -62,6 +62,12 @@ cdef inline void clear_sums(Sums *sums, Py_ssize_t rows, Py_ssize_t n,
 cdef inline void sums_to_probabilities(const Plan *plan, Py_ssize_t row, Py_ssize_t rows,
                                        Py_ssize_t low, Py_ssize_t high, Work *work) noexcept nogil:
     """Probabilities of rows that see the tokens low <= t < high of a tile."""
+    if plan.by_token:
+        probabilities_of_groups(
+            work.sums + row * TILE, work.folded_scale + row, work.offset + row, work.rows,
+            work.factor + row, SATURATION, rows, low, high, work.part.largest + row,
+            work.part.lanes + row * 16, work.scores + row * TILE, work.ratio + row, fetch_of(work))
+        return
     probabilities_of_sums(
         work.sums + row * TILE, work.scale, work.rounded_scale + row,
         work.center + row if plan.center else NULL, work.factor + row, SATURATION, rows, low, high,

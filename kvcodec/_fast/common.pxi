@@ -36,6 +36,7 @@ cdef extern from "fetch.h" nogil:
         int due
         int rate
     void fetch_line(const void *p)
+    void fetch_some(Fetch *fetch, int due)
 
 
 cdef extern from "simd.h" nogil:
@@ -101,24 +102,41 @@ cdef extern from "softmax.h" nogil:
                                float *lanes, float *p, float *ratio, Fetch *fetch)
     void center_dots(const int16_t *q, Py_ssize_t stride, Py_ssize_t rows, const int8_t *center,
                      Py_ssize_t n, int32_t *out)
-    void digits_of_rows(const float *p, const float *scale, Py_ssize_t rows, int bits, float least,
-                        int8_t *digits, int32_t *digit_sum, float *step)
+    void products_of_groups(const int32_t *sums, const float *scale, const float *offset,
+                            Py_ssize_t next, float *s)
+    void probabilities_of_groups(const int32_t *sums, const float *scale, const float *offset,
+                                 Py_ssize_t next, const float *factor, float limit,
+                                 Py_ssize_t rows, Py_ssize_t low, Py_ssize_t high, float *largest,
+                                 float *lanes, float *p, float *ratio, Fetch *fetch)
+
+
+cdef extern from "weights.h" nogil:
+    void digits_of_rows(const float *p, const float *scale, const float *middle, Py_ssize_t rows,
+                        int bits, float least, int8_t *digits, int32_t *digit_sum, float *step,
+                        float *offset)
     void add_scaled_sums(const int32_t *sums, int digits, Py_ssize_t rows, Py_ssize_t count,
-                         const float *step, float *out, Py_ssize_t stride)
+                         Py_ssize_t size, const float *step, const float *offset, float *out,
+                         Py_ssize_t stride)
 
 
 cdef extern from "fold.h" nogil:
-    enum: FOLD_ROWS
+    enum: FOLD_AS_BYTES
+    enum: ROUND_AS_BYTES
+    ctypedef struct Folded:
+        int8_t *levels
+        int32_t *sums
+        float *scale
+        float *offset
+        Py_ssize_t lanes
+        Py_ssize_t next
     void load_group(const void *scales, const void *zero_points, Py_ssize_t at, Py_ssize_t n,
                     bint bfloat16, float half, float *scale, float *middle)
     void fold_rows(const float *q, Py_ssize_t stride, Py_ssize_t rows, const float *scale,
-                   const float *middle, Py_ssize_t n, Py_ssize_t depth, float *y, int8_t *folded,
-                   float *folded_scale, int32_t *folded_sum, float *offset)
-    void load_channel_groups(const void *stored, Py_ssize_t at, Py_ssize_t groups,
-                             Py_ssize_t tokens, bint bfloat16, float *out)
-    void add_midpoints(const float *p, Py_ssize_t rows, const float *scale,
-                       const float *zero_point, float half, float *sums, Py_ssize_t stride,
-                       Py_ssize_t count)
+                   const float *middle, Py_ssize_t n, Py_ssize_t depth, float *y,
+                   const Folded *folded)
+    void load_channel_groups(const void *scales, const void *zero_points, Py_ssize_t at,
+                             Py_ssize_t groups, Py_ssize_t tokens, bint bfloat16, float half,
+                             float *scale, float *middle)
 
 
 cdef enum:

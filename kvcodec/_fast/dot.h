@@ -10,7 +10,8 @@
 
    - AMX multiplies all rows of a task at once, if there are some (amx.h).
    - VNNI (vpdpbusd) multiplies unsigned by signed bytes: it takes level + 128, or a small code as
-     it is. What that adds goes into the sums beforehand: an offset times the sum of the weights.
+     it is. What that adds is taken off the sums: an offset times the sum of the weights. Weights
+     that are not negative can be the unsigned operand instead, of levels that are looked up.
    - AVX-512 VBMI looks a byte up by six index bits (vpermb). Tables that do not depend on the bits
      around a code save most of the shifts and masks, and a table costs no more than none.
    - AVX2 alone sums pairs of products in int16. Those of small codes (4 bits or fewer) cannot
@@ -61,6 +62,10 @@ typedef struct {
     Fetch *fetch;
     const int8_t *weights;
     Py_ssize_t weights_stride, rows;
+    Py_ssize_t right;      /* from the weights of a block's left columns to those of the right ones */
+    const int32_t *weight_sums, *right_sums;
+    int32_t offset;        /* of all bytes; what it adds is taken off */
+    int adds;              /* whether the sums are added to what is there */
     int32_t *sums;
     Py_ssize_t sums_stride;
     dot_bytes table[16];
@@ -88,10 +93,13 @@ typedef dot_ints dot_sum;
 
 LANES_INLINE dot_sum dot_step(dot_sum sum, dot_bytes b, int32_t w, int kind)
 {
-    (void)kind;
 #if DOT_WIDTH == 64
-    return (dot_sum)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)b, _mm512_set1_epi32(w));
+    const __m512i weights = _mm512_set1_epi32(w);
+    if (kind == DOT_LEVELS_BY_NONNEGATIVE)
+        return (dot_sum)_mm512_dpbusd_epi32((__m512i)sum, weights, (__m512i)b);
+    return (dot_sum)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)b, weights);
 #else
+    (void)kind;
     return (dot_sum)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)b, _mm256_set1_epi32(w));
 #endif
 }
@@ -354,15 +362,18 @@ LANES_INLINE dot_bytes dot_take(const uint8_t *p, int s, const int bits, int kin
 }
 #endif
 
+/* Whether the columns of a block can have weights of their own on the left and on the right. */
+#define DOT_HALVES(bits) (DOT_WIDTH == 64 && (bits) != 3)
+
 /* Where the first vector of a slice lies in a chunk. */
 LANES_INLINE Py_ssize_t dot_offset(Py_ssize_t slice, int vectors)
 {
     return slice / DOT_SLICES * vectors * VECTOR_BYTES + slice % DOT_SLICES * DOT_WIDTH;
 }
 
-/* bits, kind, rows and columns are literals, here and in the callers. */
+/* bits, kind, rows, columns and halved are literals, here and in the callers. */
 LANES_INLINE void dot_block(const dot_job *job, Py_ssize_t row, Py_ssize_t slice, const int bits,
-                            const int kind, const int rows, const int columns)
+                            const int kind, const int rows, const int columns, const int halved)
 {
     const int steps = chunk_elements(bits) / 4, vectors = chunk_vectors(bits);
     const int narrow = DOT_PAIR != 0 && kind == DOT_CODES;
@@ -372,8 +383,9 @@ LANES_INLINE void dot_block(const dot_job *job, Py_ssize_t row, Py_ssize_t slice
     const uint8_t *packed = job->packed + dot_offset(slice, vectors);
     Fetch *fetch = job->fetch;
     const int due = fetch ? columns * vectors * DOT_WIDTH / 16 * fetch->rate : 0;
-    const int8_t *weights = job->weights + row * stride;
+    const int8_t *weights = job->weights + row * stride, *right = weights + job->right;
     Py_ssize_t left = job->chunks;
+    int adds = job->adds;
 
     do {
         dot_sum sum[8][DOT_COLUMNS];
@@ -396,23 +408,33 @@ LANES_INLINE void dot_block(const dot_job *job, Py_ssize_t row, Py_ssize_t slice
 #pragma GCC unroll 8
                     for (int r = 0; r < rows; r++) {
                         int32_t w;
-                        memcpy(&w, weights + r * stride + 4 * s, 4);
+                        memcpy(&w, (halved && 2 * c >= columns ? right : weights) + r * stride + 4 * s,
+                               4);
                         sum[r][c] = dot_step(sum[r][c], bytes, w, kind);
                     }
                 }
             packed += chunk_bytes;
             weights += 4 * steps;
+            right += 4 * steps;
         }
         int32_t *sums = job->sums + row * job->sums_stride + slice * (DOT_WIDTH / 4);
 #pragma GCC unroll 8
-        for (int r = 0; r < rows; r++, sums += job->sums_stride)
+        for (int r = 0; r < rows; r++, sums += job->sums_stride) {
+            dot_ints start = {0}, right_start = {0};
+            if (kind != DOT_LEVELS_BY_NONNEGATIVE)
+                start -= job->offset * job->weight_sums[row + r];
+            if (kind != DOT_LEVELS_BY_NONNEGATIVE && halved)
+                right_start -= job->offset * job->right_sums[row + r];
 #pragma GCC unroll 8
             for (int c = 0; c < columns; c++) {
-                dot_ints before;
-                memcpy(&before, sums + c * (DOT_WIDTH / 4), sizeof before);
+                dot_ints before = halved && 2 * c >= columns ? right_start : start;
+                if (adds)
+                    memcpy(&before, sums + c * (DOT_WIDTH / 4), sizeof before);
                 before += dot_total(sum[r][c], kind);
                 memcpy(sums + c * (DOT_WIDTH / 4), &before, sizeof before);
             }
+        }
+        adds = 1;
     } while (narrow && left > 0);
 }
 
@@ -421,13 +443,25 @@ LANES_INLINE void dot_rows(const dot_job *job, Py_ssize_t row, const int bits, c
 {
     Py_ssize_t slice = 0;
     for (; slice + columns <= job->slices; slice += columns)
-        dot_block(job, row, slice, bits, kind, rows, columns);
+        dot_block(job, row, slice, bits, kind, rows, columns, 0);
     if (DOT_SLICES % columns != 0) {
         for (; columns > 2 && slice + 2 <= job->slices; slice += 2)
-            dot_block(job, row, slice, bits, kind, rows, 2);
+            dot_block(job, row, slice, bits, kind, rows, 2, 0);
         for (; slice < job->slices; slice++)
-            dot_block(job, row, slice, bits, kind, rows, 1);
+            dot_block(job, row, slice, bits, kind, rows, 1, 0);
     }
+}
+
+/* Both halves of a block that takes all slices. */
+LANES_INLINE void dot_halves(dot_job *job, const int bits, const int kind)
+{
+    Py_ssize_t row = 0;
+    for (; row + 4 <= job->rows; row += 4, job->fetch = NULL)
+        dot_block(job, row, 0, bits, kind, 4, DOT_COLUMNS, 1);
+    for (; row + 2 <= job->rows; row += 2, job->fetch = NULL)
+        dot_block(job, row, 0, bits, kind, 2, DOT_COLUMNS, 1);
+    if (row < job->rows)
+        dot_block(job, row, 0, bits, kind, 1, DOT_COLUMNS, 1);
 }
 
 LANES_INLINE void dot_all(dot_job *job, const int bits, const int kind)
@@ -435,6 +469,10 @@ LANES_INLINE void dot_all(dot_job *job, const int bits, const int kind)
     /* With three vectors and many tables a block of 3-bit codes needs more registers. */
     const int columns = bits == 3 && DOT_COLUMNS > 2 ? 2 : DOT_COLUMNS;
     Py_ssize_t row = 0;
+    if (DOT_HALVES(bits) && job->right) {
+        dot_halves(job, bits, kind);
+        return;
+    }
     for (; !DOT_EXPAND_AT && row + 8 <= job->rows; row += 8, job->fetch = NULL)
         dot_rows(job, row, bits, kind, 8, DOT_COLUMNS / 2);
     for (; row + 4 <= job->rows; row += 4, job->fetch = NULL)
@@ -463,15 +501,17 @@ LANES_INLINE void dot_expand(const uint8_t *packed, Py_ssize_t chunk_bytes, Py_s
             }
 }
 
-/* The product of `groups` neighboring groups of 16 lanes, of the tile's `stride_groups`, with rows
+/* The product of up to four neighboring groups of 16 lanes, of the tile's `stride_groups`, with rows
    of int8 weights (not -128), which are zeros from the depth to the end of its last chunk and whose
-   sums are known. Its rows of sums are DOT_STRIDE apart. */
+   sums are known if dot_needs_sums() says so. Every `span` groups, 1, 2 or 4, there begin weights of their own, `next_weights`
+   bytes and `next_sums` sums after the last ones. The rows of `sums` are DOT_STRIDE apart. */
 typedef struct {
     const uint8_t *packed;
-    Py_ssize_t stride_groups, groups, chunks;
+    Py_ssize_t stride_groups, groups, chunks, span;
     const int8_t *weights;
-    Py_ssize_t weights_stride;
+    Py_ssize_t weights_stride, next_weights;
     const int32_t *weight_sums;
+    Py_ssize_t next_sums;
     int32_t *sums;
 } Product;
 
@@ -488,6 +528,15 @@ static Py_ssize_t amx_begin(Py_ssize_t rows) { return (void)rows, 0; }
 static void amx_end(Py_ssize_t tile_rows) { (void)tile_rows; }
 #endif
 
+/* Whether weights that are not negative are the unsigned operand: of AVX2, and of VNNI where levels
+   are looked up. */
+#define DOT_NONNEGATIVE (DOT_WIDTH == 64 || (DOT_WIDTH == 32 && DOT_PAIR))
+
+static int dot_nonnegative(int bits, int nonnegative)
+{
+    return DOT_NONNEGATIVE && nonnegative && (bits < 8 || !DOT_BIAS);
+}
+
 static void dot_run(dot_job *job, int bits, int kind)
 {
 #define CALL_CODES(b) dot_all(job, b, DOT_CODES)
@@ -495,7 +544,7 @@ static void dot_run(dot_job *job, int bits, int kind)
 #define CALL_NONNEGATIVE(b) dot_all(job, b, DOT_LEVELS_BY_NONNEGATIVE)
     if (DOT_WIDTH < 64 && kind == DOT_CODES) {
         FOR_BITS(bits, CALL_CODES)
-    } else if (DOT_WIDTH == 32 && DOT_PAIR && kind == DOT_LEVELS_BY_NONNEGATIVE) {
+    } else if (DOT_NONNEGATIVE && kind == DOT_LEVELS_BY_NONNEGATIVE) {
         FOR_BITS(bits, CALL_NONNEGATIVE)
     } else if (DOT_LOOKUP) {
         FOR_BITS(bits, CALL_LEVELS)
@@ -524,6 +573,7 @@ static void dot_run_expanded(dot_job *job, int bits, int kind)
             const Py_ssize_t last = job->chunks - first < most ? job->chunks : first + most;
             part.chunks = (last - first) * steps;
             part.weights = job->weights + first * steps * 4;
+            part.adds = first > 0;
             const uint8_t *packed = job->packed + first * job->chunk_bytes;
 #define CALL(b, k) \
     dot_expand(packed, job->chunk_bytes, last - first, part.slices, b, k, job->table, buffer)
@@ -543,37 +593,54 @@ static void dot_run_expanded(dot_job *job, int bits, int kind)
     }
 }
 
-/* The rows of a product from one on, by vectors. */
-static void dot_product(const Product *product, Py_ssize_t first, Py_ssize_t rows, int bits,
-                        const int8_t *table, int nonnegative, Fetch *fetch)
+/* Whether the sums of weights are looked at. */
+static inline int dot_needs_sums(int bits, int nonnegative)
+{
+    return DOT_WIDTH < 64 || !dot_nonnegative(bits, nonnegative);
+}
+
+/* The rows of some products from one on, by vectors. */
+static void dot_vectors(const Product *products, Py_ssize_t count, Py_ssize_t first, Py_ssize_t rows,
+                        int bits, const int8_t *table, int nonnegative, Fetch *fetch)
 {
     dot_job job;    /* no initializer: it would clear the tables each time */
-    job.packed = product->packed;
-    job.chunk_bytes = product->stride_groups * chunk_vectors(bits) * VECTOR_BYTES;
-    job.slices = product->groups * DOT_SLICES;
-    job.chunks = product->chunks;
-    job.fetch = fetch;
-    job.weights = product->weights + first * product->weights_stride;
-    job.weights_stride = product->weights_stride;
-    job.rows = rows - first;
-    job.sums = product->sums + first * DOT_STRIDE;
-    job.sums_stride = DOT_STRIDE;
     const int mapped = bits < 8 && (table != NULL || DOT_WIDTH == 64);
     const int kind = bits < 8 && !mapped ? DOT_CODES
-                   : nonnegative ? DOT_LEVELS_BY_NONNEGATIVE : DOT_LEVELS;
-    const int32_t offset = kind == DOT_CODES ? 1 << (bits - 1) : DOT_BIAS;
-    for (Py_ssize_t r = 0; r < job.rows; r++) {
-        const int32_t start = -offset * product->weight_sums[first + r];
-        for (Py_ssize_t g = 0; g < product->groups; g++)
-            for (int i = 0; i < GROUP_LANES; i++)
-                job.sums[r * DOT_STRIDE + g * GROUP_LANES + i] = start;
-    }
+                   : dot_nonnegative(bits, nonnegative) ? DOT_LEVELS_BY_NONNEGATIVE : DOT_LEVELS;
+    const int expanded = bits < 8 && ((DOT_EXPAND_AT && rows - first >= DOT_EXPAND_AT)
+                                      || (mapped && !DOT_LOOKUP));
+    const int vectors = chunk_vectors(bits);
+    job.offset = kind == DOT_CODES ? 1 << (bits - 1) : DOT_BIAS;
+    job.adds = 0;
+    job.rows = rows - first;
+    job.sums_stride = DOT_STRIDE;
     if (mapped)
-        dot_tables(&job, table, bits, DOT_BIAS);
-    if (bits < 8 && ((DOT_EXPAND_AT && job.rows >= DOT_EXPAND_AT) || (mapped && !DOT_LOOKUP)))
-        dot_run_expanded(&job, bits, kind);
-    else
-        dot_run(&job, bits, kind);
+        dot_tables(&job, table, bits, kind == DOT_LEVELS_BY_NONNEGATIVE ? 0 : DOT_BIAS);
+    for (const Product *product = products; product < products + count; product++) {
+        const int halved = DOT_HALVES(bits) && product->groups == 4 && product->span == 2
+                        && job.rows < 8;
+        const Py_ssize_t span = halved ? 4 : product->span;
+        job.chunk_bytes = product->stride_groups * vectors * VECTOR_BYTES;
+        job.chunks = product->chunks;
+        job.weights = product->weights + first * product->weights_stride;
+        job.weight_sums = product->weight_sums + first;
+        job.right_sums = job.weight_sums + product->next_sums;
+        job.weights_stride = product->weights_stride;
+        job.right = halved ? product->next_weights : 0;
+        for (Py_ssize_t g = 0; g < product->groups; g += span) {
+            const Py_ssize_t groups = product->groups - g < span ? product->groups - g : span;
+            job.packed = product->packed + g * vectors * VECTOR_BYTES;
+            job.slices = groups * DOT_SLICES;
+            job.sums = product->sums + first * DOT_STRIDE + g * GROUP_LANES;
+            job.fetch = fetch;
+            if (expanded)
+                dot_run_expanded(&job, bits, kind);
+            else
+                dot_run(&job, bits, kind);
+            job.weights += product->next_weights;
+            job.weight_sums += product->next_sums;
+        }
+    }
 }
 
 /* Some products with `rows` rows each. The levels of codes of up to 4 bits are those of `table`,
@@ -593,8 +660,8 @@ static void dot_products(const Product *products, Py_ssize_t count, int bits, co
 #else
     (void)tile_rows;
 #endif
-    for (Py_ssize_t i = 0; i < count && done < rows; i++)
-        dot_product(products + i, done, rows, bits, table, nonnegative, fetch);
+    if (done < rows)
+        dot_vectors(products, count, done, rows, bits, table, nonnegative, fetch);
 }
 
 #endif

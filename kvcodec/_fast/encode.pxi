@@ -33,6 +33,7 @@ cdef struct Plan:
     Py_ssize_t block
     Py_ssize_t group_size      # head_dim where one scale serves a token
     Py_ssize_t groups          # groups of channels
+    Py_ssize_t span            # 16 lanes each that share a scale; 0 where groups end among them
     Py_ssize_t n
     Py_ssize_t row_bytes
     const int8_t *levels       # 2^width entries, or 256 for the windows of a trellis code
@@ -41,6 +42,13 @@ cdef struct Plan:
     Book book
     TrellisPlan trellis
     const Rotation *rotation
+
+
+cdef Py_ssize_t span_of(Py_ssize_t group_size, bint single) noexcept:
+    """How many times 16 lanes of a tile a group takes; 0 where groups end among them."""
+    if single or group_size % 64 == 0:
+        return 4
+    return group_size // 16 if group_size in (16, 32) else 0
 
 
 cdef class CodecPlan:
@@ -60,6 +68,7 @@ cdef class CodecPlan:
         plan.block = codec.block
         plan.group_size = codec.group_size if codec.code == "asymmetric" else n
         plan.groups = (n + plan.group_size - 1) // plan.group_size
+        plan.span = span_of(plan.group_size, not plan.by_token and plan.groups == 1)
         plan.n = n
         plan.row_bytes = (n * plan.width + 7) // 8
         levels = codec.levels(n)

@@ -33,19 +33,20 @@ cdef inline float bytes_of_products(const Side *side, bint integers) noexcept no
 
 cdef inline bint softmax_fetches(const Plan *plan, const Options *options) noexcept nogil:
     """Whether probabilities are taken from integer sums of whole tiles."""
-    return (plan != NULL and not plan.by_token and options.integer_query and options.softcap == 0
-            and (not plan.center or plan.block % TILE == 0))
+    return (plan != NULL and (not plan.by_token or plan.span > 0) and options.integer_query
+            and options.softcap == 0 and (not plan.center or plan.block % TILE == 0))
 
 
 cdef inline void prepare_fetching(const Part *part, Py_ssize_t head, Py_ssize_t kv_head,
                                   Py_ssize_t rows, const Options *options, Ahead *ahead,
                                   Fetch *fetch) noexcept nogil:
-    """Spread what is fetched over the bytes that products read, and over the softmax.
+    """Spread what is fetched over the bytes that products read, and over what lies between.
 
     Nothing is fetched of tokens that are not in pages, or whose products are all in floats of a
     dequantized tile.
     """
     cdef Unit unit = unit_of(part, head, kv_head, 0)
+    cdef const Plan *plan
     cdef Py_ssize_t keys = unit.keys.tile_bytes, values = unit.values.tile_bytes
     cdef Py_ssize_t most = max(keys, values)
     cdef float read = (bytes_of_products(unit.keys, options.integer_query)
@@ -56,6 +57,11 @@ cdef inline void prepare_fetching(const Part *part, Py_ssize_t head, Py_ssize_t 
         return
     if softmax_fetches(unit.keys.plan, options):
         read += rows * ROW_AS_BYTES
+        if unit.keys.plan.by_token:
+            read += rows * (TILE // GROUP // unit.keys.plan.span) * FOLD_AS_BYTES
+    plan = unit.values.plan
+    if plan != NULL and plan.code == ASYMMETRIC and options.probability_bits > 0:
+        read += rows * plan.groups * ROUND_AS_BYTES
     ahead.part, ahead.head, ahead.kv_head = part, head, kv_head
     ahead.unit_tiles = unit.keys.tokens // TILE if keys > 0 else unit.values.tokens // TILE
     ahead.tiles = 2

@@ -41,6 +41,29 @@ enum { SUM_ROWS = LANES == 16 ? 4 : 2, CHANNEL_VECTORS = 4 };
 #define SUM_OF(a, b) ((a) + (b))
 #define INT_SUM_OF(a, b) ((vfloat)((vint)(a) + (vint)(b)))
 
+/* Four numbers, such as those of four rows. */
+typedef float vfour __attribute__((vector_size(16)));
+typedef int32_t vfour_int __attribute__((vector_size(16)));
+
+INLINE vfour four_where(vfour_int mask, vfour a, vfour b)
+{
+    return (vfour)((mask & (vfour_int)a) | (~mask & (vfour_int)b));
+}
+
+/* The lanes where `count` totals are. */
+INLINE void store_totals(vfloat v, const int count, float *totals)
+{
+#if LANES == 16
+    if (count == 4) {
+        const __m512i lanes = _mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 12, 8, 4, 0);
+        _mm_storeu_ps(totals, _mm512_castps512_ps128(_mm512_permutexvar_ps(lanes, (__m512)v)));
+        return;
+    }
+#endif
+    for (int i = 0; i < count; i++)
+        totals[i] = v[i * (LANES / count)];
+}
+
 /* The sums of the lanes of `count` vectors, a power of two up to LANES. */
 INLINE void lane_totals_of(const vfloat *x, const int count, float *totals)
 {
@@ -49,8 +72,7 @@ INLINE void lane_totals_of(const vfloat *x, const int count, float *totals)
     for (int i = 0; i < count; i++)
         v[i] = x[i];
     ALL_HALVES(SUM_OF)
-    for (int i = 0; i < count; i++)
-        totals[i] = v[0][i * (LANES / count)];
+    store_totals(v[0], count, totals);
 }
 
 /* Totals of `count` sums. */
@@ -76,8 +98,7 @@ INLINE void largest_of(const vfloat *x, const int count, float *largest)
     for (int i = 0; i < count; i++)
         v[i] = x[i];
     ALL_HALVES(LARGEST)
-    for (int i = 0; i < count; i++)
-        largest[i] = v[0][i * (LANES / count)];
+    store_totals(v[0], count, largest);
 }
 
 /* The sums of the lanes of `count` vectors, a power of two up to LANES. */
@@ -88,8 +109,7 @@ INLINE void int_totals_of(const vint *x, const int count, int32_t *totals)
     for (int i = 0; i < count; i++)
         v[i] = (vfloat)x[i];
     ALL_HALVES(INT_SUM_OF)
-    for (int i = 0; i < count; i++)
-        totals[i] = ((vint)v[0])[i * (LANES / count)];
+    store_totals(v[0], count, (float *)totals);
 }
 
 /* 64 integers from -128 to 127 as bytes; adds their sums, some each, to total. */

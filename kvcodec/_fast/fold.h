@@ -5,7 +5,7 @@
    once for all rows; four rows are read twice from the first-level cache, first for their largest
    products and their sums, then to be rounded, and share the steps across lanes. The scales of
    groups of channels lie token by token and are brought into rows of a tile's tokens, all groups at
-   once. */
+   once; two groups of a token in bfloat16 are one dword. */
 
 #ifndef KVCODEC_FOLD_H
 #define KVCODEC_FOLD_H
@@ -14,32 +14,70 @@
 
 #include "floats.h"
 
-enum { FOLD_ROWS = 4 };
+/* As many bytes of codes are read in about the time in which a group is folded into a row, or a row's
+   weights are rounded for a group. */
+enum { FOLD_AS_BYTES = 448, ROUND_AS_BYTES = 224 };
 
-/* scale[i] and middle[i] = zero_point[i] + half * scale[i], as float32 or from bfloat16. */
+/* Numbers up to a multiple of 16. */
+INLINE Py_ssize_t filled_up(Py_ssize_t n) { return (n + 15) / 16 * 16; }
+
+INLINE float stored_float(const void *stored, Py_ssize_t at, int bfloat16)
+{
+    uint32_t bits;
+    float x;
+    if (!bfloat16)
+        return ((const float *)stored)[at];
+    bits = (uint32_t)((const uint16_t *)stored)[at] << 16;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+/* LANES floats from bfloat16. */
+INLINE vfloat load_bfloat16(const uint16_t *x)
+{
+#if LANES == 16
+    const __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)x));
+    return (vfloat)_mm512_slli_epi32(bits, 16);
+#elif defined(__AVX2__)
+    const __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)x));
+    return (vfloat)_mm256_slli_epi32(bits, 16);
+#else
+    vint bits;
+    for (int i = 0; i < LANES; i++)
+        bits[i] = (int32_t)((uint32_t)x[i] << 16);
+    return (vfloat)bits;
+#endif
+}
+
+/* scale[i] and middle[i] = zero_point[i] + half * scale[i] from float32 or bfloat16, filled up with
+   zeros. */
 static void load_group(const void *scales, const void *zero_points, Py_ssize_t at, Py_ssize_t n,
                        int bfloat16, float half, float *scale, float *middle)
 {
-    if (bfloat16) {
-        widen_bfloat16((const uint16_t *)scales + at, n, scale);
-        widen_bfloat16((const uint16_t *)zero_points + at, n, middle);
-    } else {
-        memcpy(scale, (const float *)scales + at, n * sizeof(float));
-        memcpy(middle, (const float *)zero_points + at, n * sizeof(float));
+    const uint16_t *low = (const uint16_t *)scales + at, *zero = (const uint16_t *)zero_points + at;
+    Py_ssize_t i = 0;
+    if (bfloat16)
+        for (; i + LANES <= n; i += LANES) {
+            const vfloat s = load_bfloat16(low + i);
+            store(scale + i, s);
+            store(middle + i, load_bfloat16(zero + i) + half * s);
+        }
+    for (; i < n; i++) {
+        scale[i] = stored_float(scales, at + i, bfloat16);
+        middle[i] = stored_float(zero_points, at + i, bfloat16) + half * scale[i];
     }
-    for (Py_ssize_t i = 0; i < n; i++)
-        middle[i] += half * scale[i];
+    for (; i < filled_up(n); i++)
+        scale[i] = middle[i] = 0;
 }
 
 /* y = q * scale, its largest magnitude and q . middle in 16 lanes, for some rows that share the
    loads of the group. */
 INLINE void multiply_group(const float *q, Py_ssize_t stride, const int rows, const float *scale,
-                           const float *middle, Py_ssize_t n, float *y, float *largest,
-                           float *product)
+                           const float *middle, Py_ssize_t n, float *y, vfour *largest,
+                           vfour *product)
 {
-    vfloat sums[FOLD_ROWS][SUMS] = {{{0}}}, top[FOLD_ROWS] = {{0}};
-    const Py_ssize_t whole = n / 16 * 16;
-    for (Py_ssize_t c = 0; c < whole; c += 16)
+    vfloat sums[4][SUMS] = {{{0}}}, top[4] = {{0}};
+    for (Py_ssize_t c = 0; c < n; c += 16)
 #pragma GCC unroll 4
         for (int part = 0; part < SUMS; part++) {
             const Py_ssize_t at = c + part * LANES;
@@ -52,150 +90,117 @@ INLINE void multiply_group(const float *q, Py_ssize_t stride, const int rows, co
                 sums[r][part] += x * m;
             }
         }
-    for (Py_ssize_t c = whole; c < n; c += LANES) {
-        const int part = c % 16 / LANES;
-        const vfloat s = load_some(scale + c, n - c), m = load_some(middle + c, n - c);
-        for (int r = 0; r < rows; r++) {
-            const vfloat x = load_some(q + r * stride + c, n - c), scaled = x * s;
-            for (Py_ssize_t i = 0; i < n - c && i < LANES; i++)
-                y[r * stride + c + i] = scaled[i];
-            top[r] = larger_magnitude(top[r], scaled);
-            sums[r][part] += x * m;
-        }
-    }
-    largest_of(top, rows, largest);
-    totals_of((const vfloat (*)[SUMS])sums, rows, product);
-}
-
-/* 64 numbers of a row as int8 levels; adds their sums, some each, to total. */
-INLINE vint round_64(const float *y, float inverse, int8_t *levels, vint total)
-{
-    vint level[64 / LANES];
-    for (int i = 0; i < 64 / LANES; i++)
-        level[i] = nearest(load(y + i * LANES) * inverse);
-    return store_64((uint8_t *)levels, level, total);
+    largest_of(top, rows, (float *)largest);
+    totals_of((const vfloat (*)[SUMS])sums, rows, (float *)product);
 }
 
 /* levels = y / step to the nearest integers, zeros from n to the depth, and their sums. */
 INLINE void round_group(const float *y, Py_ssize_t stride, const int rows, Py_ssize_t n,
-                        Py_ssize_t depth, const float *inverse, int8_t *levels, int32_t *sums)
+                        Py_ssize_t depth, vfour inverse, int8_t *levels, int32_t *sums)
 {
-    vint total[FOLD_ROWS] = {{0}};
-    for (int r = 0; r < rows; r++, y += stride, levels += depth) {
-        Py_ssize_t c = 0;
-        for (; c + 64 <= n; c += 64)
-            total[r] = round_64(y + c, inverse[r], levels + c, total[r]);
-        for (; c + LANES <= n; c += LANES) {
-            const vint level = nearest(load(y + c) * inverse[r]);
-            store_bytes((uint8_t *)levels + c, level);
-            total[r] += level;
+    vint total[4] = {{0}}, level[64 / LANES];
+    Py_ssize_t c = 0;
+    for (; c + 64 <= n; c += 64)
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++) {
+            for (int i = 0; i < 64 / LANES; i++)
+                level[i] = nearest(load(y + r * stride + c + i * LANES) * inverse[r]);
+            total[r] = store_64((uint8_t *)levels + r * depth + c, level, total[r]);
         }
-        for (; c < n; c += LANES) {
-            const vint level = nearest(load_some(y + c, n - c) * inverse[r]);
-            for (Py_ssize_t i = 0; i < n - c && i < LANES; i++)
-                levels[c + i] = (int8_t)level[i];
-            total[r] += level;
+    for (; c < n; c += LANES)
+        for (int r = 0; r < rows; r++) {
+            level[0] = nearest(load(y + r * stride + c) * inverse[r]);
+            store_bytes((uint8_t *)levels + r * depth + c, level[0]);
+            total[r] += level[0];
         }
-        for (c = n; c < depth; c++)
-            levels[c] = 0;
-    }
+    if (n < depth)
+        for (int r = 0; r < rows; r++)
+            memset(levels + r * depth + n, 0, depth - n);
     int_totals_of(total, rows, sums);
 }
 
+/* What comes of folding the scales of a group of tokens into all rows. */
+typedef struct {
+    int8_t *levels;         /* (rows, depth) */
+    int32_t *sums;          /* (rows): of the levels */
+    float *scale, *offset;  /* (lanes, rows): for each 16 tokens */
+    Py_ssize_t lanes, next; /* so many 16 tokens, whose rows are so far apart */
+} Folded;
+
 INLINE void fold_some(const float *q, Py_ssize_t stride, const int rows, const float *scale,
                       const float *middle, Py_ssize_t n, Py_ssize_t depth, float *y,
-                      int8_t *folded, float *folded_scale, int32_t *folded_sum, float *offset)
+                      Py_ssize_t row, const Folded *folded)
 {
-    float largest[FOLD_ROWS], inverse[FOLD_ROWS];
-    multiply_group(q, stride, rows, scale, middle, n, y, largest, offset);
-    for (int r = 0; r < rows; r++) {
-        const float step = largest[r] / 127;
-        folded_scale[r] = step > 0 && step < FLT_MIN ? FLT_MIN : step;
-        inverse[r] = step > 0 ? 1 / folded_scale[r] : 0;
+    vfour largest = {0}, product = {0}, step;
+    multiply_group(q + row * stride, stride, rows, scale, middle, filled_up(n), y, &largest,
+                   &product);
+    step = largest / 127.0f;
+    step = four_where((step > 0) & (step < FLT_MIN), (vfour){0} + FLT_MIN, step);
+    round_group(y, stride, rows, filled_up(n), depth,
+                four_where(step > 0, 1.0f / step, (vfour){0}), folded->levels + row * depth,
+                folded->sums + row);
+    for (Py_ssize_t i = 0; i < folded->lanes; i++) {
+        memcpy(folded->scale + i * folded->next + row, &step, rows * sizeof(float));
+        memcpy(folded->offset + i * folded->next + row, &product, rows * sizeof(float));
     }
-    round_group(y, stride, rows, n, depth, inverse, folded, folded_sum);
 }
 
-/* All rows of `q`; they and those of y, room for four, are `stride` apart. Folded rows are `depth`
-   apart and filled up with zeros. */
+/* Fold a group into rows of `q`, `stride` apart and filled up with zeros; y is room for four. Folded
+   rows are `depth` apart and filled up with zeros. */
 static void fold_rows(const float *q, Py_ssize_t stride, Py_ssize_t rows, const float *scale,
                       const float *middle, Py_ssize_t n, Py_ssize_t depth, float *y,
-                      int8_t *folded, float *folded_scale, int32_t *folded_sum, float *offset)
+                      const Folded *folded)
 {
     Py_ssize_t r = 0;
-    for (; r + FOLD_ROWS <= rows; r += FOLD_ROWS)
-        fold_some(q + r * stride, stride, FOLD_ROWS, scale, middle, n, depth, y,
-                  folded + r * depth, folded_scale + r, folded_sum + r, offset + r);
+    for (; r + 4 <= rows; r += 4)
+        fold_some(q, stride, 4, scale, middle, n, depth, y, r, folded);
     for (; r < rows; r++)
-        fold_some(q + r * stride, stride, 1, scale, middle, n, depth, y, folded + r * depth,
-                  folded_scale + r, folded_sum + r, offset + r);
+        fold_some(q, stride, 1, scale, middle, n, depth, y, r, folded);
 }
 
-/* out[g * 64 + t] = x[t * groups + g] for 16 tokens and four groups, from bfloat16. */
+/* Four groups of 16 tokens. */
 #if LANES == 16
-INLINE void widen_quads(const uint16_t *x, float *out)
+INLINE void widen_quads(const uint16_t *x, vfloat *groups)
 {
-    const __m512i even = _mm512_set_epi16(61, 57, 53, 49, 45, 41, 37, 33, 29, 25, 21, 17, 13, 9, 5,
-                                          1, 60, 56, 52, 48, 44, 40, 36, 32, 28, 24, 20, 16, 12, 8,
-                                          4, 0);
-    const __m512i two = _mm512_set1_epi16(2);
+    const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
     const __m512i low = _mm512_loadu_si512(x), high = _mm512_loadu_si512(x + 32);
-    const __m512i groups[2] = {_mm512_permutex2var_epi16(low, even, high),
-                               _mm512_permutex2var_epi16(low, _mm512_add_epi16(even, two), high)};
-    for (int g = 0; g < 4; g++) {
-        const __m256i words = g % 2 ? _mm512_extracti64x4_epi64(groups[g / 2], 1)
-                                    : _mm512_castsi512_si256(groups[g / 2]);
-        _mm512_storeu_si512(out + g * 64, _mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16));
+    for (int i = 0; i < 2; i++) {
+        const __m512i pairs = _mm512_permutex2var_epi32(
+            low, _mm512_add_epi32(even, _mm512_set1_epi32(i)), high);
+        groups[2 * i] = (vfloat)_mm512_slli_epi32(pairs, 16);
+        groups[2 * i + 1] = (vfloat)_mm512_and_si512(pairs, _mm512_set1_epi32(0xffff0000));
     }
 }
 #endif
 
-/* Scales or zero points of a tile, those of a group side by side; missing tokens get zeros. */
-static void load_channel_groups(const void *stored, Py_ssize_t at, Py_ssize_t groups,
-                                Py_ssize_t tokens, int bfloat16, float *out)
+/* Scales and midpoints of a tile's tokens, those of a group side by side; missing tokens get zeros. */
+static void load_channel_groups(const void *scales, const void *zero_points, Py_ssize_t at,
+                                Py_ssize_t groups, Py_ssize_t tokens, int bfloat16, float half,
+                                float *scale, float *middle)
 {
-    const uint16_t *x = (const uint16_t *)stored + at * groups;
     Py_ssize_t t = 0;
 #if LANES == 16
     if (bfloat16 && groups == 4)
-        for (; t + 16 <= tokens; t += 16)
-            widen_quads(x + t * 4, out + t);
-#endif
-    if (bfloat16)
-        for (; t < tokens; t++)
-            for (Py_ssize_t g = 0; g < groups; g++) {
-                const uint32_t bits = (uint32_t)x[t * groups + g] << 16;
-                memcpy(out + g * 64 + t, &bits, sizeof bits);
+        for (; t + 16 <= tokens; t += 16) {
+            vfloat s[4], zero[4];
+            widen_quads((const uint16_t *)scales + (at + t) * 4, s);
+            widen_quads((const uint16_t *)zero_points + (at + t) * 4, zero);
+            for (int g = 0; g < 4; g++) {
+                store(scale + g * 64 + t, s[g]);
+                store(middle + g * 64 + t, zero[g] + half * s[g]);
             }
-    else
-        for (; t < tokens; t++)
-            for (Py_ssize_t g = 0; g < groups; g++)
-                out[g * 64 + t] = ((const float *)stored)[(at + t) * groups + g];
+        }
+#endif
+    for (; t < tokens; t++)
+        for (Py_ssize_t g = 0; g < groups; g++) {
+            const float s = stored_float(scales, (at + t) * groups + g, bfloat16);
+            scale[g * 64 + t] = s;
+            middle[g * 64 + t] = stored_float(zero_points, (at + t) * groups + g, bfloat16)
+                               + half * s;
+        }
     for (; t < 64; t++)
         for (Py_ssize_t g = 0; g < groups; g++)
-            out[g * 64 + t] = 0;
-}
-
-/* sums[row][c] += p[row] . (zero_point + half * scale) for `count` channels of one group. */
-static void add_midpoints(const float *p, Py_ssize_t rows, const float *scale,
-                          const float *zero_point, float half, float *sums, Py_ssize_t stride,
-                          Py_ssize_t count)
-{
-    vfloat middle[64 / LANES];
-    for (int i = 0; i < 64 / LANES; i++)
-        middle[i] = load(zero_point + i * LANES) + load(scale + i * LANES) * half;
-    for (Py_ssize_t r = 0; r < rows; r++, p += 64, sums += stride) {
-        vfloat product[1][SUMS] = {{{0}}};
-        float total;
-        for (int i = 0; i < 64 / LANES; i++)
-            product[0][i % SUMS] += load(p + i * LANES) * middle[i];
-        totals_of((const vfloat (*)[SUMS])product, 1, &total);
-        Py_ssize_t c = 0;
-        for (; c + LANES <= count; c += LANES)
-            store(sums + c, load(sums + c) + total);
-        for (; c < count; c++)
-            sums[c] += total;
-    }
+            scale[g * 64 + t] = middle[g * 64 + t] = 0;
 }
 
 #endif

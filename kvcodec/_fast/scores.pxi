@@ -30,7 +30,9 @@ cdef struct Sums:
 
 
 cdef struct Work:
-    # Scratch of one thread; rows is the most query rows of a task, n the largest head_dim.
+    # Scratch of one thread; rows is the most query rows of a task, n the largest head_dim, sets the
+    # most groups that lie together in a tile.
+    Py_ssize_t rows
     Py_ssize_t n
     Py_ssize_t depth           # n up to a multiple of DEPTH
     float *query               # (rows, n): without its power of two
@@ -51,17 +53,18 @@ cdef struct Work:
     float *ratio               # (rows): what the sums so far are to be multiplied with
     bint in_sums               # whether the products are to be taken from the sums
     int32_t *sums              # (n in pieces of TILE, 2 * rows, TILE): of a tile
-    float *channel_scales      # (2 * n, TILE): scales, then zero points of groups of channels
-    int8_t *digits             # (2 * rows, TILE): rounded weights, first their upper 7 bits
-    int32_t *digit_sum         # (2 * rows)
-    float *step                # (rows): of the rounded weights
+    float *channel_scales      # (2 * n, TILE): scales, then midpoints of groups of channels
+    int8_t *digits             # (sets, 2 * rows, TILE): rounded weights, first their upper 7 bits
+    int32_t *digit_sum         # (sets, 2 * rows)
+    float *step                # (sets, rows): of the rounded weights
+    float *midpoints           # (sets, rows): weights times midpoints
     float *row                 # (n)
     float *middle              # (n): midpoints of a group
-    float *products            # (FOLD_ROWS, depth): of rows with the scales of a group
-    int8_t *folded             # (rows, depth): query times the scales of a group
-    float *folded_scale        # (rows)
-    int32_t *folded_sum        # (rows)
-    float *offset              # (rows)
+    float *products            # (4, depth): of rows with the scales of a group
+    int8_t *folded             # (4, rows, depth): query times the scales of a group
+    int32_t *folded_sum        # (4, rows)
+    float *folded_scale        # (4, rows): for each GROUP tokens
+    float *offset              # (4, rows): query times midpoints
     Sums part
     Sums total
     Py_ssize_t tile_rows       # for dot_products
@@ -87,7 +90,8 @@ cdef void carve_sums(char *base, Py_ssize_t *at, Sums *sums, Py_ssize_t rows, Py
 cdef Py_ssize_t carve(char *base, Work *work, Py_ssize_t rows, Py_ssize_t n,
                       Py_ssize_t accumulators) noexcept nogil:
     """Lay the arrays of a thread's scratch out from base; returns the bytes they need."""
-    cdef Py_ssize_t at = 0, depth = (n + DEPTH - 1) // DEPTH * DEPTH
+    cdef Py_ssize_t at = 0, depth = (n + DEPTH - 1) // DEPTH * DEPTH, sets = depth // GROUP
+    work.rows = rows
     work.n = n
     work.depth = depth
     work.tile_rows = 0
@@ -111,16 +115,17 @@ cdef Py_ssize_t carve(char *base, Work *work, Py_ssize_t rows, Py_ssize_t n,
     work.sums = <int32_t *> take(base, &at, pieces_of(n) * 2 * rows * TILE * 4)
     work.piece = <Product *> take(base, &at, pieces_of(n) * sizeof(Product))
     work.channel_scales = <float *> take(base, &at, 2 * n * TILE * 4)
-    work.digits = <int8_t *> take(base, &at, 2 * rows * TILE)
-    work.digit_sum = <int32_t *> take(base, &at, 2 * rows * 4)
-    work.step = <float *> take(base, &at, rows * 4)
+    work.digits = <int8_t *> take(base, &at, sets * 2 * rows * TILE)
+    work.digit_sum = <int32_t *> take(base, &at, sets * 2 * rows * 4)
+    work.step = <float *> take(base, &at, sets * rows * 4)
+    work.midpoints = <float *> take(base, &at, sets * rows * 4)
     work.row = <float *> take(base, &at, n * 4)
     work.middle = <float *> take(base, &at, n * 4)
-    work.products = <float *> take(base, &at, FOLD_ROWS * depth * 4)
-    work.folded = <int8_t *> take(base, &at, rows * depth)
-    work.folded_scale = <float *> take(base, &at, rows * 4)
-    work.folded_sum = <int32_t *> take(base, &at, rows * 4)
-    work.offset = <float *> take(base, &at, rows * 4)
+    work.products = <float *> take(base, &at, 4 * depth * 4)
+    work.folded = <int8_t *> take(base, &at, 4 * rows * depth)
+    work.folded_sum = <int32_t *> take(base, &at, 4 * rows * 4)
+    work.folded_scale = <float *> take(base, &at, 4 * rows * 4)
+    work.offset = <float *> take(base, &at, 4 * rows * 4)
     carve_sums(base, &at, &work.part, rows, n, 1)
     carve_sums(base, &at, &work.total, rows, n, accumulators)
     return at
@@ -357,6 +362,12 @@ cdef inline Fetch *fetch_of(Work *work) noexcept nogil:
     return &work.fetch if work.fetch.rate > 0 else NULL
 
 
+cdef inline void fetch_as_for(Py_ssize_t read, Work *work) noexcept nogil:
+    """Fetch as much as while so many bytes of codes are read."""
+    if work.fetch.rate > 0:
+        fetch_some(&work.fetch, <int> (read // 16 * work.fetch.rate))
+
+
 cdef inline void load_scales(const Side *side, Py_ssize_t at, Py_ssize_t tokens,
                              float *scale) noexcept nogil:
     """The scales of a tile that has one a token."""
@@ -375,17 +386,20 @@ cdef inline Py_ssize_t block_of(Py_ssize_t t, const Plan *plan) noexcept nogil:
 
 
 cdef inline void multiply_keys(const Plan *plan, const uint8_t *packed, Py_ssize_t groups,
-                               const int8_t *rounded, const int32_t *rounded_sum, Py_ssize_t rows,
-                               Work *work) noexcept nogil:
-    """work.sums = rounded queries times the levels of some groups of tokens."""
+                               Py_ssize_t span, const int8_t *rounded, const int32_t *rounded_sum,
+                               Py_ssize_t rows, Work *work) noexcept nogil:
+    """work.sums = rounded queries, those of each span, times the levels of some tokens."""
     cdef Product product
     product.packed = packed
     product.stride_groups = TILE // GROUP
     product.groups = groups
     product.chunks = chunks_of(plan.n, plan.dot_width)
+    product.span = span
     product.weights = rounded
     product.weights_stride = work.depth
+    product.next_weights = work.rows * work.depth
     product.weight_sums = rounded_sum
+    product.next_sums = work.rows
     product.sums = work.sums
     dot_products(&product, 1, plan.dot_width, plan.table, False, rows, fetch_of(work),
                  work.tile_rows)
@@ -397,7 +411,8 @@ cdef inline void products_per_token(const Side *keys, const uint8_t *tile, Py_ss
     cdef const Plan *plan = keys.plan
     cdef bint one_center = plan.center and plan.block % TILE == 0
     cdef Py_ssize_t row, block = head * keys.blocks + block_of(first, plan)
-    multiply_keys(plan, tile, TILE // GROUP, work.rounded, work.rounded_sum, rows, work)
+    multiply_keys(plan, tile, TILE // GROUP, TILE // GROUP, work.rounded, work.rounded_sum, rows,
+                  work)
     work.in_sums = one_center or not plan.center
     if one_center:
         multiply_center(keys, block, rows, options, work)
@@ -426,19 +441,50 @@ cdef inline void float_products_per_token(const Side *keys, const uint8_t *tile,
 
 cdef inline void products_of_row(const Plan *plan, Py_ssize_t row, Work *work) noexcept nogil:
     """Turn integer sums into products."""
+    if plan.by_token:
+        products_of_groups(work.sums + row * TILE, work.folded_scale + row, work.offset + row,
+                           work.rows, work.scores + row * TILE)
+        return
     products_of_sums(work.sums + row * TILE, work.scale, work.rounded_scale[row],
                      work.center[row], work.in_sums and plan.center, work.scores + row * TILE)
 
 
-cdef inline void fold_group(const Side *keys, Py_ssize_t at, Py_ssize_t rows,
-                            Work *work) noexcept nogil:
+cdef inline void fold_group(const Side *keys, Py_ssize_t at, Py_ssize_t rows, Py_ssize_t lane,
+                            Py_ssize_t lanes, Work *work) noexcept nogil:
     """Move the channel scales of a group of tokens into the queries; round them again."""
     cdef const Plan *plan = keys.plan
-    cdef float *scale = work.tokens
-    load_group(keys.scale, keys.zero_point, at, plan.n, plan.bfloat16, 1 << (plan.bits - 1), scale,
-               work.middle)
-    fold_rows(work.rotated, work.depth, rows, scale, work.middle, plan.n, work.depth, work.products,
-              work.folded, work.folded_scale, work.folded_sum, work.offset)
+    cdef Folded folded
+    cdef Py_ssize_t group = lane // lanes
+    folded.levels = work.folded + group * work.rows * work.depth
+    folded.sums = work.folded_sum + group * work.rows
+    folded.scale = work.folded_scale + lane * work.rows
+    folded.offset = work.offset + lane * work.rows
+    folded.lanes = lanes
+    folded.next = work.rows
+    load_group(keys.scale, keys.zero_point, at, plan.n, plan.bfloat16, 1 << (plan.bits - 1),
+               work.tokens, work.middle)
+    fold_rows(work.rotated, work.depth, rows, work.tokens, work.middle, plan.n, work.depth,
+              work.products, &folded)
+
+
+cdef inline void fold_tile(const Side *keys, Py_ssize_t at, Py_ssize_t rows, Py_ssize_t tokens,
+                           Work *work) noexcept nogil:
+    """Fold all groups of tokens of a tile; where tokens are missing, the queries become 0."""
+    cdef Py_ssize_t span = keys.plan.span, lane = 0
+    while lane < groups_of(tokens):
+        fold_group(keys, at, rows, lane, span, work)
+        fetch_as_for(rows * FOLD_AS_BYTES, work)
+        at += keys.n
+        lane += span
+    if lane < TILE // GROUP:
+        memset(work.folded + lane // span * work.rows * work.depth, 0,
+               (TILE // GROUP - lane) // span * work.rows * work.depth)
+        memset(work.folded_sum + lane // span * work.rows, 0,
+               (TILE // GROUP - lane) // span * work.rows * sizeof(int32_t))
+        memset(work.folded_scale + lane * work.rows, 0,
+               (TILE // GROUP - lane) * work.rows * sizeof(float))
+        memset(work.offset + lane * work.rows, 0,
+               (TILE // GROUP - lane) * work.rows * sizeof(float))
 
 
 cdef inline void scale_sums(const int32_t *sums, float scale, float offset, Py_ssize_t count,
@@ -453,19 +499,28 @@ cdef inline void products_per_group(const Side *keys, const uint8_t *tile, Py_ss
                                     Work *work) noexcept nogil:
     """Products with keys that have a scale and a zero point for each channel."""
     cdef const Plan *plan = keys.plan
-    cdef Py_ssize_t t = 0, stop, group, row, lanes, start
+    cdef Py_ssize_t t = 0, stop, group = first // plan.group_size, row, lanes, start
+    cdef Py_ssize_t at = (head * keys.token_groups + group) * plan.n
     cdef Py_ssize_t vectors = chunk_vectors(plan.width) * TILE
+    work.in_sums = plan.span > 0
+    if plan.span:
+        fold_tile(keys, at, rows, tokens, work)
+        multiply_keys(plan, tile, TILE // GROUP, plan.span, work.folded, work.folded_sum, rows,
+                      work)
+        return
     while t < tokens:
-        group = (first + t) // plan.group_size
-        stop = min((group + 1) * plan.group_size - first, tokens)
-        fold_group(keys, (head * keys.token_groups + group) * plan.n, rows, work)
+        group += 1
+        stop = min(group * plan.group_size - first, tokens)
+        fold_group(keys, at, rows, 0, 1, work)
         start = t // GROUP
         lanes = groups_of(stop) - start
-        multiply_keys(plan, tile + start * vectors, lanes, work.folded, work.folded_sum, rows, work)
+        multiply_keys(plan, tile + start * vectors, lanes, TILE // GROUP, work.folded,
+                      work.folded_sum, rows, work)
         for row in range(rows):
             scale_sums(work.sums + row * TILE + t - start * GROUP, work.folded_scale[row],
                        work.offset[row], stop - t, work.scores + row * TILE + t)
         t = stop
+        at += plan.n
 
 
 cdef inline void multiply_tile(const Side *keys, Py_ssize_t head, Py_ssize_t first,

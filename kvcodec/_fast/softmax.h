@@ -1,7 +1,7 @@
 /* What happens to the rows of a tile of 64 tokens between the two integer products: sums become
-   scores, scores probabilities relative to a running maximum, probabilities integer weights.
+   scores, scores probabilities relative to a running maximum; weights.h makes integers of these.
 
-   Each of the three steps goes once over the 64 numbers of a row, which a few registers hold, with
+   Each step goes once over the 64 numbers of a row, which a few registers hold, with
    one sum or maximum across lanes; rows do not depend on each other, so that the processor overlaps
    one row's reductions with the next one's arithmetic. The running maximum follows the scores only
    where it falls behind by more than SLACK: whatever it is cancels in the end, and a maximum that
@@ -16,7 +16,7 @@
 #include "floats.h"
 
 /* A tile is 64 floats of one row: scores, then probabilities. */
-enum { TILE_VECTORS = 64 / LANES, DIGIT_ROWS = LANES == 16 ? 4 : 1 };
+enum { TILE_VECTORS = 64 / LANES };
 
 /* Probabilities stay below exp(8), about 3,000, as long as |largest| < 2^27. From there on
    floats are 16 or more apart and the sum rounds: to `largest`, or to the float 16 above it, so that
@@ -214,6 +214,19 @@ static __attribute__((noinline)) float probabilities_of_row(
     return probabilities_of(x, largest, lanes, p);
 }
 
+/* Powers of two as probabilities, which are added to 16 sums. */
+INLINE void add_powers(vfloat *x, float *lanes, float *p)
+{
+    vfloat sums[SUMS];
+    for (int i = 0; i < TILE_VECTORS; i++) {
+        x[i] = exp2_lanes(x[i]);
+        store(p + i * LANES, x[i]);
+    }
+    memcpy(sums, lanes, sizeof sums);
+    add_tile(x, sums);
+    memcpy(lanes, sums, sizeof sums);
+}
+
 /* Where the maximum stays and nothing is near the limits of float32, one multiplication and
    addition makes an integer sum times its token's scale the exponent of a power of two. */
 INLINE void probabilities_of_rows(const int32_t *sums, const float *scale, const float *query_scale,
@@ -229,7 +242,7 @@ INLINE void probabilities_of_rows(const int32_t *sums, const float *scale, const
         const float power = factor[r] * LOG2_E, slope = query_scale[r] * power;
         const float from_center = centered ? center[r] * power : 0;
         const float plain = -(largest[r] * LOG2_E);
-        vfloat x[TILE_VECTORS], top, total[SUMS];
+        vfloat x[TILE_VECTORS], top;
         if (fetch)
             fetch_some(fetch, ROW_AS_BYTES / 16 * fetch->rate);
         for (int i = 0; i < TILE_VECTORS; i++) {
@@ -252,13 +265,7 @@ INLINE void probabilities_of_rows(const int32_t *sums, const float *scale, const
                                             lanes, p);
             continue;
         }
-        for (int i = 0; i < TILE_VECTORS; i++) {
-            x[i] = exp2_lanes(x[i]);
-            store(p + i * LANES, x[i]);
-        }
-        memcpy(total, lanes, sizeof total);
-        add_tile(x, total);
-        memcpy(lanes, total, sizeof total);
+        add_powers(x, lanes, p);
     }
 }
 
@@ -279,6 +286,96 @@ static void probabilities_of_sums(const int32_t *sums, const float *scale, const
         CALL(1, 0);
     else
         CALL(0, 0);
+#undef CALL
+}
+
+/* Products from integer sums of a row where each 16 tokens have a scale and an offset, `next` numbers
+   apart. */
+static void products_of_groups(const int32_t *sums, const float *scale, const float *offset,
+                               Py_ssize_t next, float *s)
+{
+    for (int i = 0; i < TILE_VECTORS; i++) {
+        const Py_ssize_t at = i * LANES / 16 * next;
+        vint sum;
+        memcpy(&sum, sums + i * LANES, sizeof sum);
+        store(s + i * LANES, __builtin_convertvector(sum, vfloat) * scale[at] + offset[at]);
+    }
+}
+
+/* Probabilities of a row by way of its products, for the tiles that probabilities_of_groups leaves
+   to it. */
+static __attribute__((noinline)) float probabilities_of_group_row(
+    const int32_t *sums, const float *scale, const float *offset, Py_ssize_t next, float factor,
+    float limit, Py_ssize_t low, Py_ssize_t high, float *largest, float *lanes, float *p)
+{
+    products_of_groups(sums, scale, offset, next, p);
+    return probabilities_of_some(p, low, high, factor, limit, largest, lanes);
+}
+
+/* Four rows, or fewer, of arrays that hold a number for each. */
+INLINE vfour rows_from(const float *x, Py_ssize_t rows)
+{
+    vfour v = {0};
+    for (int r = 0; r < 4; r++)
+        if (r < rows)
+            v[r] = x[r];
+    return v;
+}
+
+/* What probabilities_of_rows does, where each 16 tokens have a scale and an offset instead; four rows
+   share the arithmetic of their factors. */
+INLINE void probabilities_of_four(const int32_t *sums, const float *scale, const float *offset,
+                                  Py_ssize_t next, const float *factor, float limit,
+                                  const Py_ssize_t rows, Py_ssize_t low, Py_ssize_t high,
+                                  const int masked, float *largest, float *lanes, float *p,
+                                  float *ratio, Fetch *fetch)
+{
+    const vfour power = rows_from(factor, rows) * LOG2_E;
+    const vfour plain = -(rows_from(largest, rows) * LOG2_E);
+    vfour slope[4], start[4];
+    vfour_int ordinary = plain < ORDINARY & plain > -ORDINARY;
+    for (int i = 0; i < 4; i++) {
+        slope[i] = rows_from(scale + i * next, rows) * power;
+        start[i] = rows_from(offset + i * next, rows) * power + plain;
+        ordinary &= (slope[i] < ORDINARY) & (start[i] < ORDINARY) & (start[i] > -ORDINARY);
+    }
+    for (Py_ssize_t r = 0; r < rows; r++, sums += 64, lanes += 16, p += 64) {
+        vfloat x[TILE_VECTORS], top;
+        if (fetch)
+            fetch_some(fetch, ROW_AS_BYTES / 16 * fetch->rate);
+        for (int i = 0; i < TILE_VECTORS; i++) {
+            vint sum;
+            memcpy(&sum, sums + i * LANES, sizeof sum);
+            x[i] = fma_lanes(__builtin_convertvector(sum, vfloat),
+                             every(slope[i * LANES / 16][r]), every(start[i * LANES / 16][r]));
+            if (masked)
+                x[i] = where_seen(x[i], i * LANES, low, high);
+            top = i ? LARGEST(top, x[i]) : x[0];
+        }
+        ratio[r] = 1;
+        if (__builtin_expect(any_above(top, SLACK * LOG2_E) || !ordinary[r], 0))
+            ratio[r] = probabilities_of_group_row(sums, scale + r, offset + r, next, factor[r],
+                                                  limit, low, high, largest + r, lanes, p);
+        else
+            add_powers(x, lanes, p);
+    }
+}
+
+static void probabilities_of_groups(const int32_t *sums, const float *scale, const float *offset,
+                                    Py_ssize_t next, const float *factor, float limit,
+                                    Py_ssize_t rows, Py_ssize_t low, Py_ssize_t high,
+                                    float *largest, float *lanes, float *p, float *ratio,
+                                    Fetch *fetch)
+{
+    const int masked = low > 0 || high < 64;
+#define CALL(some, m) \
+    probabilities_of_four(sums + r * 64, scale + r, offset + r, next, factor + r, limit, some, low, \
+                          high, m, largest + r, lanes + r * 16, p + r * 64, ratio + r, fetch)
+    for (Py_ssize_t r = 0; r < rows; r += 4)
+        if (rows - r >= 4 && !masked)
+            CALL(4, 0);
+        else
+            CALL(rows - r < 4 ? rows - r : 4, 1);
 #undef CALL
 }
 
@@ -315,97 +412,6 @@ static void center_dots(const int16_t *q, Py_ssize_t stride, Py_ssize_t rows, co
             total += (int32_t)q[r * stride + c] * center[c];
         out[r] = total;
     }
-}
-
-/* Weights p * scale of some rows (64 apart) as integers of 7 bits, or of two 7-bit digits, relative
-   to the largest of the row; a step is what 1 stands for, 0 if the largest is below `least`. The
-   lower digits are `next_rows` rows after the upper ones, and so are their sums. */
-INLINE void digits_of(const float *p, const float *scale, const int rows, const int bits,
-                      float least, int8_t *digits, Py_ssize_t next_rows, int32_t *digit_sum,
-                      float *step)
-{
-    vfloat w[DIGIT_ROWS][TILE_VECTORS], top[DIGIT_ROWS];
-    vint lower[DIGIT_ROWS], upper[DIGIT_ROWS];
-    float largest[DIGIT_ROWS];
-    const float most = (float)((1 << bits) - 1);
-    for (int r = 0; r < rows; r++)
-        for (int i = 0; i < TILE_VECTORS; i++) {
-            w[r][i] = load(p + r * 64 + i * LANES) * load(scale + i * LANES);
-            top[r] = i ? LARGEST(top[r], w[r][i]) : w[r][0];
-        }
-    largest_of(top, rows, largest);
-    for (int r = 0; r < rows; r++) {
-        const int any = largest[r] >= least;
-        const float inverse = any ? most / largest[r] : 0;
-        step[r] = any ? largest[r] / most : 0;
-        vint digit[TILE_VECTORS], next[TILE_VECTORS];
-        for (int i = 0; i < TILE_VECTORS; i++) {
-            next[i] = nearest(w[r][i] * inverse);
-            digit[i] = next[i] >> 7;
-            if (bits > 7)
-                next[i] &= 127;
-        }
-        if (bits > 7)
-            upper[r] = store_64((uint8_t *)digits + r * 64, digit, (vint){0});
-        lower[r] = store_64((uint8_t *)digits + (bits > 7 ? next_rows + r : r) * 64, next,
-                            (vint){0});
-    }
-    int_totals_of(lower, rows, digit_sum + (bits > 7 ? next_rows : 0));
-    if (bits > 7)
-        int_totals_of(upper, rows, digit_sum);
-}
-
-/* For all rows. Where weights have two digits, the lower ones and their sums follow those of all
-   rows. */
-static void digits_of_rows(const float *p, const float *scale, Py_ssize_t rows, int bits,
-                           float least, int8_t *digits, int32_t *digit_sum, float *step)
-{
-    Py_ssize_t r = 0;
-#define CALL(some, b) \
-    digits_of(p + r * 64, scale, some, b, least, digits + r * 64, rows, digit_sum + r, step + r)
-    for (; r + DIGIT_ROWS <= rows; r += DIGIT_ROWS)
-        if (bits > 7)
-            CALL(DIGIT_ROWS, 14);
-        else
-            CALL(DIGIT_ROWS, 7);
-    for (; r < rows; r++)
-        if (bits > 7)
-            CALL(1, 14);
-        else
-            CALL(1, 7);
-#undef CALL
-}
-
-/* out += step * sums for `count` channels of all rows; two digits a weight lie as above. */
-INLINE void add_scaled_sums_of(const int32_t *sums, const int digits, Py_ssize_t rows,
-                               Py_ssize_t count, const float *step, float *out, Py_ssize_t stride)
-{
-    for (Py_ssize_t r = 0; r < rows; r++, sums += 64, out += stride) {
-        const int32_t *low = sums + rows * 64;
-        Py_ssize_t c = 0;
-        for (; c + LANES <= count; c += LANES) {
-            vint sum, other;
-            memcpy(&sum, sums + c, sizeof sum);
-            if (digits == 2) {
-                memcpy(&other, low + c, sizeof other);
-                sum = sum * 128 + other;
-            }
-            store(out + c, load(out + c) + __builtin_convertvector(sum, vfloat) * step[r]);
-        }
-        for (; c < count; c++)
-            out[c] += (float)(digits == 2 ? sums[c] * 128 + low[c] : sums[c]) * step[r];
-    }
-}
-
-static void add_scaled_sums(const int32_t *sums, int digits, Py_ssize_t rows, Py_ssize_t count,
-                            const float *step, float *out, Py_ssize_t stride)
-{
-    if (digits == 2)
-        add_scaled_sums_of(sums, 2, rows, count, step, out, stride);
-    else if (count == 64)
-        add_scaled_sums_of(sums, 1, rows, 64, step, out, stride);
-    else
-        add_scaled_sums_of(sums, 1, rows, count, step, out, stride);
 }
 
 #endif

@@ -23,12 +23,16 @@ cdef extern from "dot.h" nogil:
         Py_ssize_t stride_groups
         Py_ssize_t groups
         Py_ssize_t chunks
+        Py_ssize_t span
         const int8_t *weights
         Py_ssize_t weights_stride
+        Py_ssize_t next_weights
         const int32_t *weight_sums
+        Py_ssize_t next_sums
         int32_t *sums
     void dot_products(const Product *products, Py_ssize_t count, int bits, const int8_t *table,
                       bint nonnegative, Py_ssize_t rows, Fetch *fetch, Py_ssize_t tile_rows)
+    bint dot_needs_sums(int bits, bint nonnegative)
     Py_ssize_t amx_begin(Py_ssize_t rows)
     void amx_end(Py_ssize_t tile_rows)
 

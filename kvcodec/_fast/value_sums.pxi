@@ -8,30 +8,40 @@
 cdef inline void add_integer_values(const Side *values, const uint8_t *tile, Py_ssize_t start,
                                     Py_ssize_t stop, Py_ssize_t rows, int bits, float *sums,
                                     Work *work) noexcept nogil:
-    """sums += step * (digits . levels) for the channels start <= c < stop, 64 at a time."""
+    """sums += step * (digits . levels) + midpoints for the channels start <= c < stop.
+
+    They are 64 at a time. Where groups end among 16 lanes, they are of one group.
+    """
     cdef const Plan *plan = values.plan
     cdef Py_ssize_t vectors = chunk_vectors(plan.dot_width) * TILE
-    cdef Py_ssize_t lane = start // GROUP * GROUP, first, count = 0, i
+    cdef Py_ssize_t lane = start // GROUP * GROUP, first, count = 0, group, i
     cdef int digits = 2 if bits > 7 else 1
     cdef Product *piece
     while lane + count * TILE < stop:
         first = lane + count * TILE
+        group = first // plan.group_size if plan.span else 0
         piece = work.piece + count
         piece.packed = tile + first // GROUP * vectors
         piece.stride_groups = groups_of(plan.n)
         piece.groups = min(<Py_ssize_t> TILE // GROUP, groups_of(stop) - first // GROUP)
         piece.chunks = chunks_of(TILE, plan.dot_width)
-        piece.weights = work.digits
+        piece.span = plan.span if plan.span else TILE // GROUP
+        piece.weights = work.digits + group * digits * rows * TILE
         piece.weights_stride = TILE
-        piece.weight_sums = work.digit_sum
+        piece.next_weights = digits * rows * TILE
+        piece.weight_sums = work.digit_sum + group * digits * rows
+        piece.next_sums = digits * rows
         piece.sums = work.sums + count * digits * rows * TILE
         count += 1
     dot_products(work.piece, count, plan.dot_width, plan.table, True, digits * rows, fetch_of(work),
                  work.tile_rows)
     for i in range(count):
         first = max(start, lane)
+        group = lane // plan.group_size if plan.span else 0
         add_scaled_sums(work.piece[i].sums + first - lane, digits, rows,
-                        min(stop, lane + TILE) - first, work.step, sums + first, work.n)
+                        min(stop, lane + TILE) - first, plan.group_size, work.step + group * rows,
+                        work.midpoints + group * rows if plan.code == ASYMMETRIC else NULL,
+                        sums + first, work.n)
         lane += TILE
 
 
@@ -51,11 +61,13 @@ cdef inline void add_values(const Side *values, Py_ssize_t head, Py_ssize_t firs
                             Work *work) noexcept nogil:
     """sums (rows, n) += sum_t p_t v_t, with the probabilities p of a tile in work.scores."""
     cdef const Plan *plan = values.plan
-    cdef Py_ssize_t n = values.n, group, start, stop, at = head * values.tokens + first
+    cdef Py_ssize_t n = values.n, group, stored, start, at = head * values.tokens + first
+    cdef int digits = 2 if bits > 7 else 1
+    cdef bint sums_matter
     cdef const uint8_t *tile
     cdef const float *token
     cdef float *scale = work.scale
-    cdef float *zero_point = NULL
+    cdef float *middle = NULL
     if plan == NULL or bits == 0 and plan.code == ASYMMETRIC:
         token = floats_at(values, head, first, tokens, work)
         add_scaled_tokens(token + work.low * n, work.high - work.low, n, work.scores + work.low,
@@ -64,23 +76,30 @@ cdef inline void add_values(const Side *values, Py_ssize_t head, Py_ssize_t firs
     tile = tile_at(values, head, first, tokens, work)
     if plan.code == ASYMMETRIC:
         scale = work.channel_scales
-        zero_point = scale + plan.groups * TILE
-        load_channel_groups(values.scale, at, plan.groups, tokens, plan.bfloat16, scale)
-        load_channel_groups(values.zero_point, at, plan.groups, tokens, plan.bfloat16, zero_point)
+        middle = scale + plan.groups * TILE
+        load_channel_groups(values.scale, values.zero_point, at, plan.groups, tokens, plan.bfloat16,
+                            1 << (plan.bits - 1), scale, middle)
     else:
         load_scales(values, at, tokens, work.scale)
     if bits == 0:
         add_float_values(values, tile, rows, sums, work)
         return
+    sums_matter = dot_needs_sums(plan.dot_width, True)
     for group in range(plan.groups):
-        start = group * plan.group_size
-        stop = min(start + plan.group_size, n)
-        digits_of_rows(work.scores, scale + group * TILE, rows, bits, SMALLEST_TILE_WEIGHT,
-                       work.digits, work.digit_sum, work.step)
-        add_integer_values(values, tile, start, stop, rows, bits, sums, work)
+        stored = group if plan.span else 0
+        digits_of_rows(work.scores, scale + group * TILE,
+                       NULL if middle == NULL else middle + group * TILE, rows, bits,
+                       SMALLEST_TILE_WEIGHT, work.digits + stored * digits * rows * TILE,
+                       work.digit_sum + stored * digits * rows if sums_matter else NULL,
+                       work.step + stored * rows, work.midpoints + stored * rows)
         if plan.code == ASYMMETRIC:
-            add_midpoints(work.scores, rows, scale + group * TILE, zero_point + group * TILE,
-                          1 << (plan.bits - 1), sums + start, work.n, stop - start)
+            fetch_as_for(rows * ROUND_AS_BYTES, work)
+        if not plan.span:
+            start = group * plan.group_size
+            add_integer_values(values, tile, start, min(start + plan.group_size, n), rows, bits,
+                               sums, work)
+    if plan.span:
+        add_integer_values(values, tile, 0, n, rows, bits, sums, work)
 
 
 cdef void value_row(const float *p, const Side *values, Py_ssize_t head, int bits, float *out,
