@@ -420,18 +420,21 @@ LANES_INLINE void dot_block(const dot_job *job, Py_ssize_t row, Py_ssize_t slice
         int32_t *sums = job->sums + row * job->sums_stride + slice * (DOT_WIDTH / 4);
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++, sums += job->sums_stride) {
-            dot_ints start = {0}, right_start = {0};
+            const int32_t offset = DOT_WIDTH == 64 ? DOT_BIAS : job->offset;
+            dot_ints more = {0}, right_more = {0};
             if (kind != DOT_LEVELS_BY_NONNEGATIVE)
-                start -= job->offset * job->weight_sums[row + r];
+                more = (more + job->weight_sums[row + r]) * offset;
             if (kind != DOT_LEVELS_BY_NONNEGATIVE && halved)
-                right_start -= job->offset * job->right_sums[row + r];
+                right_more = (right_more + job->right_sums[row + r]) * offset;
 #pragma GCC unroll 8
             for (int c = 0; c < columns; c++) {
-                dot_ints before = halved && 2 * c >= columns ? right_start : start;
+                dot_ints before, total = dot_total(sum[r][c], kind);
+                memcpy(&before, sums + c * (DOT_WIDTH / 4), sizeof before);
                 if (adds)
-                    memcpy(&before, sums + c * (DOT_WIDTH / 4), sizeof before);
-                before += dot_total(sum[r][c], kind);
-                memcpy(sums + c * (DOT_WIDTH / 4), &before, sizeof before);
+                    total += before;
+                else if (kind != DOT_LEVELS_BY_NONNEGATIVE)
+                    total -= halved && 2 * c >= columns ? right_more : more;
+                memcpy(sums + c * (DOT_WIDTH / 4), &total, sizeof total);
             }
         }
         adds = 1;

@@ -132,6 +132,8 @@ static void add_scaled_sums(const int32_t *sums, int digits, Py_ssize_t rows, Py
 #define CALL(d, n, s, o) add_scaled_sums_of(sums, d, rows, n, s, step, o, out, stride)
     if (digits == 1 && count == 64 && size >= 64 && !offset)
         CALL(1, 64, 64, NULL);
+    else if (count == 64 && size >= 64 && !offset)
+        CALL(2, 64, 64, NULL);
     else if (digits == 1 && count == 64 && size == 32 && offset)
         CALL(1, 64, 32, offset);
     else
