@@ -44,7 +44,7 @@ def check_memory(settings: Settings, peers: bool = False) -> None:
 def needed_bytes(settings: Settings, peers: bool = False) -> dict[str, int]:
     """Bytes that the large steps hold at a time, without scratch memory, by what they run on."""
     shape, numbers = settings.shape, settings.shape.head_dim * FLOAT_BYTES
-    needed = {}
+    needed: dict[str, int] = {}
     for context in settings.contexts:
         # Beside each cache lies a buffer of as many bytes, which is read.
         packed = sum(attended_bytes(pair, shape, context) for pair in settings.codecs)

@@ -154,7 +154,7 @@ def run_benchmark(
         done += 1
         progress(done / rounds, "measuring")
 
-    rows = []
+    rows: list[Measurement] = []
     # A step is made when its turn comes: no two of them hold their caches at a time.
     for make in makers:
         progress(done / rounds, "filling caches")
