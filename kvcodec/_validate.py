@@ -85,8 +85,23 @@ def as_array(x: object, name: str, kind: str = "floats") -> np.ndarray:
         raise TypeError(f"{name} must be an array without a mask, but is a masked array.")
     try:
         return np.asarray(x)
-    except (ValueError, TypeError) as error:
-        raise TypeError(f"{name} must be an array of {kind}, but is no array: {error}.") from None
+    # Tensors that need a gradient raise a RuntimeError.
+    except (ValueError, TypeError, RuntimeError) as error:
+        message = f"{name} must be an array of {kind}, but is no array: {str(error).rstrip('.')}"
+        if _is_tensor_of_other_floats(x):
+            message += (
+                f"; give {name}.float() of a tensor of {x.dtype}, or use KVCodecCache of "
+                "kvcodec.integrations.transformers"
+            )
+        raise TypeError(f"{message}.") from None
+
+
+def _is_tensor_of_other_floats(x: Any) -> bool:
+    """Whether x is a tensor of torch with floats that NumPy does not have, such as bfloat16."""
+    dtype = getattr(x, "dtype", None)
+    if type(x).__module__.partition(".")[0] != "torch" or not dtype.is_floating_point:
+        return False
+    return not hasattr(np, str(dtype).removeprefix("torch."))
 
 
 def _largest_magnitude(array: np.ndarray) -> float:

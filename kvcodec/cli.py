@@ -13,6 +13,7 @@ from click.core import ParameterSource
 from kvcodec import PRESETS, __version__, get_config
 from kvcodec.cli_eval import evaluate
 from kvcodec.cli_output import (
+    PATH,
     STANDARD_OUTPUT,
     UserError,
     check_distinct,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 ON_MODELS = {"model", "contexts", "names", "threads", "repeats", "json_file"}
+MOST_LOAD = 0.5
 
 
 @contextmanager
@@ -104,7 +106,7 @@ main.add_command(evaluate)
     type=click.IntRange(1, 1024),
     metavar="N",
     multiple=True,
-    help="Threads. Can be repeated. By default as many as other calls use.",
+    help="Threads. Can be repeated. By default KVCODEC_NUM_THREADS, or one for each processor.",
 )
 @click.option("--q-heads", type=click.IntRange(1), default=32, show_default=True)
 @click.option("--kv-heads", type=click.IntRange(1), default=8, show_default=True)
@@ -120,6 +122,7 @@ main.add_command(evaluate)
 @click.option(
     "--plot",
     "plot_file",
+    type=PATH,
     metavar="FILE",
     help="Draw time against context, as .pdf, .png or .svg (needs matplotlib).",
 )
@@ -129,8 +132,18 @@ main.add_command(evaluate)
     help="Measure other libraries too, those of torch, onnxruntime, openvino, llama-cpp-python, "
     "fht-cpu and faiss-cpu that are installed (extra bench).",
 )
-@click.option("--llama", metavar="PATH", help="--peers, with the ggml of llama.cpp from here.")
-@click.option("--ik-llama", metavar="PATH", help="--peers, with the ggml of ik_llama.cpp too.")
+@click.option(
+    "--llama",
+    type=PATH,
+    metavar="PATH",
+    help="Turns on --peers, with the ggml of llama.cpp at PATH: its library or the folder of it.",
+)
+@click.option(
+    "--ik-llama",
+    type=PATH,
+    metavar="PATH",
+    help="Turns on --peers, with the ggml of ik_llama.cpp at PATH too.",
+)
 @click.pass_context
 def bench(
     context: click.Context,
@@ -160,6 +173,7 @@ def bench(
     QuantizedCache, in float32 and in bfloat16.
     """
     from kvcodec import benchmark
+    from kvcodec.benchmark.memory import check_memory
     from kvcodec.evaluation import check_plot, print_table
 
     check_environment()
@@ -176,7 +190,9 @@ def bench(
         check_plot(plot_file)
     check_files(json_file, plot_file)
     check_distinct(json_file=json_file, plot_file=plot_file)
+    check_memory(settings, peers or bool(libraries))
     machine = benchmark.describe_machine()
+    _warn_of_load(machine["load"])
     try:
         with progress_bar("measuring") as progress:
             rows = benchmark.run_benchmark(settings, progress)
@@ -200,6 +216,17 @@ def bench(
             click.echo(f"Not measured: {name}: {reason}")
 
 
+def _warn_of_load(load: float | None) -> None:
+    """Say that figures will be of no use while other work runs."""
+    if load is not None and load > MOST_LOAD:
+        click.echo(
+            f"Warning: the load of the last minute was {load:.2f}, and above {MOST_LOAD} other "
+            "work makes figures of several threads worthless; OMP_WAIT_POLICY=passive in the "
+            "environment makes threads that wait for each other sleep.",
+            err=True,
+        )
+
+
 def _check_together(context: click.Context) -> None:
     """Report an option that would have no effect with --model."""
     for option in context.command.params:
@@ -218,6 +245,7 @@ def _bench_model(settings: ModelSettings, json_file: str | None) -> None:
 
     check_files(json_file)
     machine = benchmark.describe_machine()
+    _warn_of_load(machine["load"])
     model = load_language_model(settings.path)
     with progress_bar("measuring") as progress:
         rows, missing = benchmark.run_model_benchmark(model, settings, progress)

@@ -12,6 +12,7 @@ from click.core import ParameterSource
 
 from kvcodec import __version__
 from kvcodec.cli_output import (
+    PATH,
     STANDARD_OUTPUT,
     check_distinct,
     check_environment,
@@ -36,6 +37,7 @@ __all__ = ["evaluate"]
 
 DIVERGENCE, NEEDLE, GREEDY = "divergence", "needle", "greedy"
 MOST_TOKENS = 2**24
+FOR_TENSORS, FOR_MODELS = ("fp16",), ("fp32", "bf16")
 EVERYWHERE = {"names", "sinks", "recent", "json_file"}
 ON_MODELS = EVERYWHERE | {"model", "task", "text", "chunk", "block"}
 IN_UNITS = ON_MODELS | {"seed", "resume", "scheduler"}
@@ -71,6 +73,7 @@ def _count(
 @click.option(
     "--tensors",
     "tensors_file",
+    type=PATH,
     metavar="FILE",
     help="An npz file with the arrays q (layers, q_heads, q_len, head_dim), k and v (layers, "
     "kv_heads, tokens, head_dim) and optionally positions (q_len,), the token of each query. "
@@ -102,6 +105,7 @@ def _count(
 )
 @click.option(
     "--text",
+    type=PATH,
     metavar="FILE",
     help="Text in UTF-8 to run the model on. By default the help topics that Python ships.",
 )
@@ -152,6 +156,7 @@ def _count(
 )
 @click.option(
     "--resume",
+    type=PATH,
     metavar="DIRECTORY",
     help="With --model: keep what is finished in a directory, and go on from there.",
 )
@@ -165,6 +170,7 @@ def _count(
 @click.option(
     "--plot",
     "plot_file",
+    type=PATH,
     metavar="FILE",
     help="Draw error and KL against bits a value, as .pdf, .png or .svg (needs matplotlib).",
 )
@@ -210,6 +216,7 @@ def evaluate(context: click.Context, /, **options: Any) -> None:
 def _check_together(context: click.Context, options: dict[str, Any]) -> None:
     """Report an option that would have no effect."""
     mode = "without --model" if options["model"] is None else f"with --task {options['task']}"
+    by_default = context.get_parameter_source("task") == ParameterSource.DEFAULT
     for option in context.command.params:
         given = context.get_parameter_source(option.name) == ParameterSource.COMMANDLINE
         if given and option.name not in ALLOWED[mode]:
@@ -218,25 +225,30 @@ def _check_together(context: click.Context, options: dict[str, Any]) -> None:
             )
             if not possible or option.name in ON_MODELS:
                 possible = "with --model"
-            raise ValueError(f"{option.opts[0]} is possible only {possible}, not {mode}.")
+            message = f"{option.opts[0]} is possible only {possible}"
+            if possible not in ("with --model", "without --model"):
+                default = ", the default" if options["model"] is not None and by_default else ""
+                message += f", not {mode}{default}"
+            raise ValueError(f"{message}.")
 
 
 def _chosen_pairs(
-    names: Sequence[str], default: Sequence[str], block: int | None = None
+    names: Sequence[str],
+    default: Sequence[str],
+    number_types: Sequence[str],
+    block: int | None = None,
 ) -> list[CodecPair]:
-    from kvcodec.evaluation import codec_pair
+    from kvcodec.evaluation.codecs import codec_pair, distinct_pairs
 
-    pairs = {}
+    pairs = []
     for name in names or default:
         try:
-            pair = codec_pair(name, block)
+            pairs.append(codec_pair(name, block, number_types))
         except ValueError as error:
             if names:
                 raise
             click.echo(f"Note: left out is {name}: {error}", err=True)
-        else:
-            pairs[pair.name] = pair
-    return list(pairs.values())
+    return distinct_pairs(pairs)
 
 
 def _possible_pairs(
@@ -268,7 +280,7 @@ def _on_tensors(options: dict[str, Any]) -> tuple[Any, Any, Callable[[str], None
 
     file, names = options["tensors_file"], options["names"]
     sinks, recent = options["sinks"], options["recent"]
-    pairs = _chosen_pairs(names, evaluation.DEFAULT_NAMES)
+    pairs = _chosen_pairs(names, evaluation.DEFAULT_NAMES, FOR_TENSORS)
     tensors = evaluation.sample_tensors() if file is None else evaluation.load_tensors(file)
     if not names:
         pairs = _possible_pairs(
@@ -302,7 +314,8 @@ def _note_unequalized(rows: Sequence[AttentionQuality], pairs: Sequence[CodecPai
     if names:
         click.echo(
             f"Note: the keys of {', '.join(names)} are not equalized, since no query belongs to "
-            "the sinks or the first block of tokens, from which the weights are taken.",
+            "the sinks or the first block of tokens, from which the weights are taken; queries of "
+            "a file without positions are those of the newest tokens.",
             err=True,
         )
 
@@ -386,7 +399,7 @@ def _begin(
     from kvcodec.evaluation.measure import check_tokens
     from kvcodec.evaluation.models import check_model_path
 
-    pairs = _chosen_pairs(options["names"], default, options["block"])
+    pairs = _chosen_pairs(options["names"], default, FOR_MODELS, options["block"])
     if options["scheduler"] is not None:
         check_scheduler(options["scheduler"])
     text = evaluation.read_text(options["text"])

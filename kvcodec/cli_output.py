@@ -6,12 +6,14 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import click
 
 from kvcodec import get_config
 
 __all__ = [
+    "PATH",
     "STANDARD_OUTPUT",
     "UserError",
     "check_distinct",
@@ -34,10 +36,25 @@ class UserError(click.ClickException):
         return " ".join(self.message.split())
 
 
+class _Path(click.ParamType):
+    """A path that is not empty: an empty one would stand for the current folder."""
+
+    name = "path"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if not value:
+            self.fail("it must be followed by a path, but an empty one was given.", param, ctx)
+        return str(value)
+
+
+PATH = _Path()
+
+
 def json_option(command: Callable[..., None]) -> Callable[..., None]:
     return click.option(
         "--json",
         "json_file",
+        type=PATH,
         metavar="[FILE]",
         is_flag=False,
         flag_value=STANDARD_OUTPUT,
@@ -78,8 +95,8 @@ def check_distinct(**files: str | None) -> None:
 
 
 @contextmanager
-def progress_bar(what: str) -> Iterator[Callable[[float], None]]:
-    """A bar on a terminal, and what tells it the part that is done."""
+def progress_bar(what: str) -> Iterator[Callable[..., None]]:
+    """A bar on a terminal, and what tells it the part that is done and, if it may, what is next."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -87,7 +104,7 @@ def progress_bar(what: str) -> Iterator[Callable[[float], None]]:
     bar = Progress(console=Console(stderr=True), transient=True, disable=not is_terminal)
     with bar:
         task = bar.add_task(what, total=1.0)
-        yield lambda done: bar.update(task, completed=done)
+        yield lambda done, doing=what: bar.update(task, completed=done, description=doing)
 
 
 def write_json(text: str, file: str) -> None:

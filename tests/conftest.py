@@ -71,6 +71,22 @@ def fails(run):
 
 
 @pytest.fixture
+def load(monkeypatch):
+    """Nothing else seems to run on this machine; the function makes it seem otherwise."""
+
+    def of(number):
+        def average():
+            if number is None:
+                raise OSError
+            return (number, 9.0, 9.0)
+
+        monkeypatch.setattr("os.getloadavg", average, raising=False)
+
+    of(0.5)
+    return of
+
+
+@pytest.fixture
 def path(tmp_path):
     """A file that holds a small cache."""
     small_cache().save(tmp_path / "cache.safetensors")

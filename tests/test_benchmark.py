@@ -8,7 +8,7 @@ import pytest
 
 import kvcodec as kv
 from kvcodec import benchmark
-from kvcodec.benchmark import peers
+from kvcodec.benchmark import memory, peers
 from kvcodec.benchmark.peers.process import worker_environment
 from kvcodec.benchmark.report import time_text
 from kvcodec.benchmark.settings import CODECS, cache_pair
@@ -17,6 +17,7 @@ from kvcodec.benchmark.work import attended_bytes, filled_caches, kv_chunks, que
 from kvcodec.blocks import PAGE_UNITS, TILE
 from kvcodec.reference.memory import read_all
 
+pytestmark = pytest.mark.usefixtures("load")
 TINY = (
     *("bench", "--quick", "--context", 130, "--repeats", 1, "--threads", 1),
     *("--q-heads", 4, "--kv-heads", 2, "--head-dim", 64),
@@ -128,6 +129,36 @@ def test_the_command_in_json_measures_the_same(run):
     assert [row["name"] for row in again[second]] == [row["name"] for row in told[second]]
 
 
+@pytest.mark.parametrize(("number", "warned"), [(0.5, 0), (None, 0), (0.51, 1), (3.7, 1)])
+def test_a_load_before_is_warned_of(run, load, number, warned):
+    load(number)
+    code, out, err = run(*TINY, "--json")
+    assert code == 0
+    assert json.loads(out)["machine"]["load"] == number
+    assert err.count("\n") == warned
+    if warned:
+        assert err.startswith(f"Warning: the load of the last minute was {number:.2f}, ")
+        assert "OMP_WAIT_POLICY=passive" in err
+
+
+def test_codecs_are_measured_once():
+    names = ["lm4", "int4/int4", "lm4/lm4", "lm4/lm2"]
+    pairs = benchmark.make_settings(codecs=names, quick=True).codecs
+    assert [pair.name for pair in pairs] == ["int4", "lm4", "lm4/lm2"]
+    pairs = benchmark.make_model_settings("m.gguf", codecs=names).codecs
+    assert [pair.name for pair in pairs] == ["int4", "lm4", "lm4/lm2"]
+
+
+def test_the_bar_tells_what_is_done(tiny):
+    told = []
+    benchmark.run_benchmark(tiny, lambda *words: told.append(words))
+    assert told[0] == (0, "filling caches")
+    assert told[-1] == (1, "measuring")
+    assert [part for part, _ in told] == sorted(part for part, _ in told)
+    # 7 steps of 1 round that counts and 2 that do not.
+    assert [doing for _, doing in told] == ["filling caches", *3 * ["measuring"]] * 7
+
+
 def test_a_picture_is_drawn(run, tmp_path):
     file = tmp_path / "times.svg"
     assert run(*TINY, "--context", 200, "--plot", file)[0] == 0
@@ -143,8 +174,13 @@ def test_a_picture_is_drawn(run, tmp_path):
         (("--repeats", 0), "0 is not in the range"),
         (("--q-heads", 7), "q_heads must be a multiple of kv_heads, 8, but 7 was given"),
         (("--head-dim", 100), "must be m * 2^k"),
-        (("--codec", "int5"), "codec must be fp16, fp32, bf16, one of int8"),
-        (("--codec", "fp16"), "codec must be a packed one"),
+        (("--head-dim", 7, "--codec", "int8"), "codec 'int4', which is always measured, is not"),
+        (
+            ("--head-dim", 2, "--codec", "lm4"),
+            "codec 'lm4' is not possible: head_dim must be one of",
+        ),
+        (("--codec", "int5"), "codec must be one of int8"),
+        (("--codec", "fp16"), "codec must be one of int8"),
         (("--codec", "lm4", "--head-dim", 8192), "head_dim"),
         (("--json", "/nowhere/times.json"), "/nowhere is no folder"),
         (("--plot", "times.gif"), "plot must be a file ending in .pdf, .png, .svg"),
@@ -172,6 +208,79 @@ def test_too_little_memory_is_one_line(run, monkeypatch):
     code, out, err = run(*TINY)
     assert (code, out) == (2, "")
     assert err == "Error: the caches do not fit into memory; take shorter contexts.\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "step"),
+    [
+        (("--context", 2**24), f"context {2**24} needs about 72.0 GB"),
+        (("--context", 130, "--context", 2**24), f"context {2**24} needs about"),
+        (("--q-heads", 2**24, "--context", 130), "prefill needs about"),
+        (("--context", 2**24, "--peers"), f"context {2**24} of other libraries needs about"),
+    ],
+)
+def test_too_little_memory_is_told_before_caches_are_filled(run, monkeypatch, arguments, step):
+    monkeypatch.setattr("kvcodec.benchmark.memory.available_bytes", lambda: 10**9)
+    monkeypatch.setattr(benchmark, "run_benchmark", None)
+    code, out, err = run("bench", "--quick", "--threads", 1, *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"Error: the caches do not fit into memory: {step}")
+    assert "but 1.0 GB are available" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("available", [None, 10**8])
+def test_what_fits_or_is_not_known_to_fit_is_measured(run, monkeypatch, available):
+    monkeypatch.setattr("kvcodec.benchmark.memory.available_bytes", lambda: available)
+    assert run(*TINY)[0] == 0
+
+
+def test_the_memory_that_is_needed_is_that_of_the_caches(tiny):
+    """Where pages are full: half of it, the other half are the buffers that are read."""
+    context = 24 * PAGE_UNITS * TILE + 68
+    settings = benchmark.make_settings(tiny.shape, [context], ["int8"], [1], 1, quick=True)
+    caches = filled_caches(settings.codecs, tiny.shape, context).values()
+    room = sum(cache.memory()["total"] for cache in caches)
+    needed = memory.needed_bytes(settings)[f"context {context}"]
+    assert needed / 2 == pytest.approx(room, rel=0.1)
+    # Two codecs, each with and without integer products, are measured too.
+    alone = benchmark.make_settings(tiny.shape, [context], ["int4"], [1], 1, quick=True)
+    [pair] = alone.codecs
+    assert memory.needed_bytes(alone)[f"context {context}"] >= 4 * attended_bytes(
+        pair, tiny.shape, context
+    )
+
+
+def test_memory_that_is_available(monkeypatch, tmp_path):
+    nothing = tmp_path / "nothing"
+    assert memory.available_bytes() > 0
+    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemFree: 1 kB\nMemAvailable:  3 kB\n")
+    monkeypatch.setattr(memory, "_address_space", lambda: None)
+    monkeypatch.setattr(memory, "MEMINFO", tmp_path / "meminfo")
+    assert memory.available_bytes() == 3 * 1024
+    monkeypatch.setattr(memory, "_address_space", lambda: 2000)
+    assert memory.available_bytes() == 2000
+    monkeypatch.setattr(memory, "_address_space", lambda: -5)
+    assert memory.available_bytes() == 0
+    monkeypatch.setattr(memory, "MEMINFO", nothing)
+    monkeypatch.setattr("os.sysconf", lambda name: {"SC_PHYS_PAGES": 7}.get(name, 100))
+    monkeypatch.setattr(memory, "_address_space", lambda: None)
+    assert memory.available_bytes() == 700
+    monkeypatch.delattr("os.sysconf")
+    assert memory.available_bytes() is None
+
+
+def test_a_limit_of_the_address_space_is_respected(monkeypatch, tmp_path):
+    resource = pytest.importorskip("resource")
+    monkeypatch.setattr(memory, "STATM", tmp_path / "statm")
+    (tmp_path / "statm").write_text("3 2 1 0 0 0 0\n")
+    monkeypatch.setattr("os.sysconf", lambda name: 4096)
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (50_000, 60_000))
+    assert memory._address_space() == 50_000 - 3 * 4096
+    monkeypatch.setattr(memory, "STATM", tmp_path / "nothing")
+    assert memory._address_space() == 50_000
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (resource.RLIM_INFINITY,) * 2)
+    assert memory._address_space() is None
 
 
 def test_the_reference_can_be_measured(run):

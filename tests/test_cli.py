@@ -112,6 +112,14 @@ def test_eval_prints_json_instead(run, file):
     assert all((row["sinks"], row["recent"]) == (2, 16) for row in rows)
 
 
+def test_eval_measures_the_same_codecs_once(run, file):
+    names = ("lm4", "lm4/lm4", "int4/int4", "int4", "fp16")
+    words = [word for name in names for word in ("--codec", name)]
+    code, out, _ = run("eval", "--tensors", file, *words, "--json")
+    assert code == 0
+    assert [row["name"] for row in json.loads(out)] == ["lm4", "int4/int4", "fp16"]
+
+
 def test_eval_writes_files(run, file, tmp_path):
     code, out, _ = run(
         *("eval", "--tensors", file, "--codec", "int4"),
@@ -151,6 +159,7 @@ def test_eval_says_where_keys_are_not_equalized(run, file, tmp_path):
     )
     assert code == 0
     assert err.startswith("Note: the keys of int4 are not equalized")
+    assert "queries of a file without positions are those of the newest tokens" in err
     assert err.count("\n") == 1
 
 
@@ -164,13 +173,22 @@ def test_eval_says_where_keys_are_not_equalized(run, file, tmp_path):
         (("eval", "--codec"), "requires an argument"),
         (("eval", "--sinks", "-1"), "-1 is not in the range"),
         (("eval", "--recent", "many"), "'many' is not a valid integer"),
-        (("eval", "--codec", "int5"), "codec must be fp16, fp32, bf16, one of int8"),
+        (("eval", "--codec", "int5"), "codec must be fp16, one of int8"),
+        (("eval", "--codec", "bf16"), "codec must be fp16, one of int8"),
         (("eval", "--codec", "int8", "--recent", "5000"), "no query sees a packed token"),
         (("eval", "--codec", "int8", "--json", "/nowhere/rows.json"), "/nowhere is no folder"),
         (("info", "--json", "/nowhere/info.json"), "/nowhere is no folder"),
         (("eval", "--plot", "/nowhere/quality.png"), "/nowhere is no folder"),
         (("eval", "--plot", "quality.gif"), "plot must be a file ending in .pdf, .png, .svg"),
-        (("eval", "--tensors", "/nowhere/tensors.npz"), "No such file"),
+        (("eval", "--tensors", "/nowhere/tensors.npz"), "tensors file /nowhere/tensors.npz cannot"),
+        *(
+            ((command, option, ""), f"'{option}': it must be followed by a path, but an empty one")
+            for command, option in (
+                *(("eval", "--json"), ("eval", "--plot"), ("eval", "--tensors")),
+                *(("info", "--json"), ("bench", "--json"), ("bench", "--plot")),
+                *(("bench", "--llama"), ("bench", "--ik-llama")),
+            )
+        ),
         (("eval", "--tensors", __file__), "it is no npz file"),
     ],
 )

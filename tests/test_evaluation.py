@@ -17,6 +17,9 @@ from scipy.stats import entropy
 import kvcodec as kv
 from kvcodec.evaluation import (
     DEFAULT_NAMES,
+    GREEDY_NAMES,
+    MODEL_NAMES,
+    NEEDLE_NAMES,
     Tensors,
     attention_quality,
     check_pair,
@@ -32,6 +35,7 @@ from kvcodec.evaluation import (
     to_json,
     write_file,
 )
+from kvcodec.evaluation.codecs import distinct_pairs
 
 
 def random_tensors(layers=1, q_heads=4, kv_heads=2, tokens=260, head_dim=64, value_dim=64):
@@ -283,6 +287,26 @@ class TestNames:
         with pytest.raises(ValueError, match=f"^{message}"):
             codec_pair(name)
 
+    @pytest.mark.parametrize("number_types", [(), ("fp16",), ("fp32", "bf16")])
+    def test_number_types_that_are_not_allowed_are_not_offered(self, number_types):
+        for name in ("fp16", "fp32", "bf16"):
+            if name in number_types:
+                assert codec_pair(name, number_types=number_types).key is None
+            else:
+                offered = ", ".join([*number_types, "one of int8"])
+                with pytest.raises(ValueError, match=f"^codec must be {offered}"):
+                    codec_pair(name, number_types=number_types)
+
+    def test_another_name_for_the_same_is_left_out(self):
+        names = ["lm4/lm4", "fp16", "lm4", "fp32", "int4 plain", "bf16", "int4/int4", "int4"]
+        kept = ["lm4/lm4", "fp16", "fp32", "int4 plain", "bf16", "int4/int4"]
+        assert [pair.name for pair in distinct_pairs(map(codec_pair, names))] == kept
+        assert distinct_pairs([]) == []
+
+    def test_the_default_names_are_all_distinct(self):
+        for names in (DEFAULT_NAMES, MODEL_NAMES, NEEDLE_NAMES, GREEDY_NAMES):
+            assert len(distinct_pairs(map(codec_pair, names))) == len(names)
+
 
 def arrays(tensors, **changes):
     every = {"q": tensors.q, "k": tensors.k, "v": tensors.v, "positions": tensors.positions}
@@ -330,7 +354,7 @@ class TestLoading:
         np.savez(tmp_path / "t.npz", **arrays(tensors, **changes))
         with pytest.raises(ValueError, match=message) as caught:
             load_tensors(tmp_path / "t.npz")
-        assert str(caught.value).startswith(str(tmp_path / "t.npz"))
+        assert str(caught.value).startswith(f"tensors file {tmp_path / 't.npz'}")
         assert "\n" not in str(caught.value)
 
     def test_no_npz_file(self, tmp_path):

@@ -111,7 +111,7 @@ def test_command(run, fails, folder):
     assert "tiny: greedy decoding; sinks 4, recent 8" in out
     assert "…" not in out
     assert "--probes is possible only with --task needle" in fails(*options, "--probes", 3)
-    assert "fp16 is for tensors" in fails(*options, "--codec", "fp16")
+    assert "codec must be fp32, bf16, one of" in fails(*options, "--codec", "fp16")
     short = (*options[:4], "--tokens", 90, "--prompts", 1, "--new-tokens")
     assert "takes 100 tokens, but 99 are given" in fails(*short, 10)
     assert run(*short, 11)[0] == 0

@@ -7,6 +7,7 @@ import pytest
 
 from kvcodec.benchmark import make_model_settings
 
+pytestmark = pytest.mark.usefixtures("load")
 hf = pytest.mark.hf
 
 
@@ -140,9 +141,19 @@ def test_options_without_effect_are_refused(fails, arguments):
     assert f"{arguments[0]} is not possible with --model" in message
 
 
+@hf
+def test_a_load_before_is_warned_of(run, folders, load):
+    load(3)
+    options = ("--context", 16, "--threads", 1, "--repeats", 1, "--json")
+    code, _, err = run("--model", folders["Llama"], *options)
+    assert code == 0
+    assert err.startswith("Warning: the load of the last minute was 3.00, ")
+    assert err.count("\n") == 1
+
+
 def test_errors_are_one_line(fails):
     assert "context must be" in fails("--model", "m.gguf", "--context", 15)
-    assert "codec must be a packed one" in fails("--model", "m.gguf", "--codec", "fp16")
+    assert "codec must be one of int8" in fails("--model", "m.gguf", "--codec", "fp16")
 
 
 @hf

@@ -367,8 +367,11 @@ class TestText:
         file.write_bytes(b"\xff\xfe\x00")
         with pytest.raises(ValueError, match="text must be a file in UTF-8"):
             read_text(file)
-        with pytest.raises(FileNotFoundError):
-            read_text(tmp_path / "none")
+        for path, reason in ((tmp_path / "none", "No such file"), (tmp_path, "Is a directory")):
+            with pytest.raises(
+                ValueError, match=f"text must be .* {path} cannot be read: {reason}"
+            ):
+                read_text(path)
 
 
 class TestLoading:

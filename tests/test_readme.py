@@ -73,6 +73,23 @@ def test_the_first_example_can_be_pasted():
     assert "cache" in interpreter.locals
 
 
+@pytest.mark.hf
+def test_the_example_of_transformers_runs(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    from hf_text import saved
+
+    [example] = re.findall(
+        r"```\n(from transformers import .*?)```", README.read_text(encoding="utf-8"), re.DOTALL
+    )
+    saved(tmp_path / "folder")
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(compile(example, "README.md", "exec"), names)
+    assert names["output"].shape[1] > names["inputs"]["input_ids"].shape[1]
+    assert capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
 def test_links_lead_to_files(name):
     for target, place in LINK.findall((ROOT / name).read_text(encoding="utf-8")):

@@ -25,6 +25,7 @@ from hf_models import (
     tiny,
 )
 
+import kvcodec as kv
 from kvcodec.integrations.transformers import KVCodecCache
 
 pytestmark = pytest.mark.hf
@@ -431,6 +432,20 @@ def test_arguments_of_the_cache():
     ):
         with pytest.raises(ValueError, match=match):
             KVCodecCache(config, **options)
+
+
+def test_tensors_that_numpy_does_not_take():
+    cache = kv.KVCache(1, 2, 64)
+    x = torch.ones(1, 2, 5, 64)
+    for tensor, hint in (
+        (x.bfloat16(), r"give k.float\(\) of a tensor of torch.bfloat16"),
+        (x.to(torch.float8_e4m3fn), r"give k.float\(\) of a tensor of torch.float8_e4m3fn"),
+        (x.requires_grad_(), r"Use tensor.detach\(\).numpy\(\) instead.$"),
+    ):
+        with pytest.raises(TypeError, match=f"^k must be an array of floats, .*{hint}"):
+            cache.append(0, tensor, tensor)
+    cache.append(0, x.detach(), x.detach().half())
+    assert len(cache) == 5
 
 
 def test_importing_kvcodec_imports_neither_torch_nor_transformers():

@@ -122,6 +122,45 @@ def test_what_is_no_array_is_refused(name, x, call, bad):
         call(bad)
 
 
+class NoArray:
+    """What torch's tensors are to NumPy: some turn into arrays, others raise."""
+
+    class Dtype:
+        is_floating_point = True
+
+        def __init__(self, name):
+            self.name = name
+
+        def __repr__(self):
+            return f"torch.{self.name}"
+
+    def __init__(self, dtype, error):
+        self.dtype, self.error = self.Dtype(dtype), error
+
+    def __array__(self, *_, **__):
+        raise self.error
+
+
+NoArray.__module__ = "torch"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+@every_call
+def test_a_tensor_of_floats_that_numpy_lacks_is_told_what_to_do(name, x, call, dtype):
+    tensor = NoArray(dtype, TypeError("Got unsupported ScalarType"))
+    hint = rf"give {name}.float\(\) of a tensor of torch.{dtype}, or use KVCodecCache of kvcodec"
+    with pytest.raises(TypeError, match=rf"^{name} must be an array of floats, .*; {hint}.*\.$"):
+        call(tensor)
+
+
+@every_call
+def test_a_tensor_that_numpy_may_not_read_is_refused(name, x, call):
+    tensor = NoArray("float32", RuntimeError("Use tensor.detach()."))
+    message = f"^{name} must be an array of floats, but is no array: Use tensor.detach\\(\\).$"
+    with pytest.raises(TypeError, match=message):
+        call(tensor)
+
+
 @every_call
 def test_a_scalar_is_refused(name, x, call):
     with pytest.raises(ValueError, match=f"^{name} must have"):

@@ -35,7 +35,7 @@ from kvcodec.benchmark.settings import (
     chosen_threads,
 )
 from kvcodec.benchmark.timing import Measure, Samples, median_ratio, timed_rounds
-from kvcodec.evaluation.codecs import CodecPair
+from kvcodec.evaluation.codecs import CodecPair, distinct_pairs
 from kvcodec.evaluation.language_model import Run, pieces
 from kvcodec.evaluation.models import LanguageModel, read_text
 
@@ -118,7 +118,7 @@ def make_model_settings(
     codecs : sequence of str
         Names as `codec_pair` takes them, by default int8; int4 is measured too.
     threads : sequence of int
-        Numbers of threads; by default as many as other calls use.
+        Numbers of threads; by default that of `kvcodec.num_threads`.
     repeats : int, optional
         Rounds, by default 25.
 
@@ -144,7 +144,7 @@ def make_model_settings(
     return ModelSettings(
         path=os.fspath(path),
         contexts=tuple(sorted(set(contexts or CONTEXTS))),
-        codecs=tuple({pair.name: pair for pair in pairs}.values()),
+        codecs=tuple(distinct_pairs(pairs)),
         threads=chosen_threads(threads),
         repeats=chosen_repeats(repeats, REPEATS),
     )

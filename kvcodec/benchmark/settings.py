@@ -9,7 +9,7 @@ from typing import Any
 
 from kvcodec import _validate
 from kvcodec._backend import num_threads
-from kvcodec.evaluation.codecs import CodecPair, codec_pair
+from kvcodec.evaluation.codecs import CodecPair, codec_pair, distinct_pairs
 
 __all__ = ["BASE", "Settings", "Shape", "make_settings"]
 
@@ -152,7 +152,7 @@ def make_settings(
     codecs : sequence of str
         Names as `codec_pair` takes them; int4 is measured too.
     threads : sequence of int
-        Numbers of threads; by default as many as other calls use.
+        Numbers of threads; by default that of `kvcodec.num_threads`.
     repeats : int, optional
         Rounds.
     quick : bool, default False
@@ -194,7 +194,7 @@ def make_settings(
 
 
 def chosen_threads(threads: Sequence[int]) -> tuple[int, ...]:
-    """Each number of threads once; where none is chosen, as many as other calls use."""
+    """Each number of threads once; where none is chosen, that of `kvcodec.num_threads`."""
     counts = [_validate.integer(count, "threads", 1) for count in threads] or [num_threads()]
     return tuple(dict.fromkeys(counts))
 
@@ -208,10 +208,14 @@ def _chosen_codecs(names: Sequence[str], shape: Shape, quick: bool) -> tuple[Cod
     """The pairs, each once, int4 first; of the default ones those that the shape allows."""
     pairs = [cache_pair(name) for name in (BASE, *names)]
     for pair in pairs:
-        pair.check_head_dims(shape.head_dim, shape.head_dim)
+        try:
+            pair.check_head_dims(shape.head_dim, shape.head_dim)
+        except ValueError as error:
+            always = ", which is always measured," if pair.name == BASE else ""
+            raise ValueError(f"codec {pair.name!r}{always} is not possible: {error}") from None
     if not names:
         pairs += possible_pairs(QUICK_CODECS if quick else CODECS, shape)
-    return tuple({pair.name: pair for pair in pairs}.values())
+    return tuple(distinct_pairs(pairs))
 
 
 def possible_pairs(names: Sequence[str], shape: Shape) -> list[CodecPair]:
@@ -228,7 +232,4 @@ def possible_pairs(names: Sequence[str], shape: Shape) -> list[CodecPair]:
 
 def cache_pair(name: str) -> CodecPair:
     """The codecs of a name, which must be packed."""
-    pair = codec_pair(name)
-    if pair.key is None:
-        raise ValueError(f"codec must be a packed one, but {name!r} was given.")
-    return pair
+    return codec_pair(name, number_types=())

@@ -121,7 +121,7 @@ def reading(name: str) -> str:
 
 
 def run_benchmark(
-    settings: Settings, progress: Callable[[float], None] = lambda done: None
+    settings: Settings, progress: Callable[[float, str], None] = lambda done, doing: None
 ) -> list[Measurement]:
     """Measure everything that settings ask for.
 
@@ -130,7 +130,8 @@ def run_benchmark(
     settings : Settings
         From `make_settings`.
     progress : callable, optional
-        Called with the part that is done, from 0 to 1.
+        Called with the part that is done, from 0 to 1, and what is done next: "filling caches" or
+        "measuring".
 
     Returns
     -------
@@ -151,10 +152,14 @@ def run_benchmark(
     def tick() -> None:
         nonlocal done
         done += 1
-        progress(done / rounds)
+        progress(done / rounds, "measuring")
 
+    rows: list[Measurement] = []
     # A step is made when its turn comes: no two of them hold their caches at a time.
-    return [row for make in makers for row in make().run(settings.repeats, tick)]
+    for make in makers:
+        progress(done / rounds, "filling caches")
+        rows += make().run(settings.repeats, tick)
+    return rows
 
 
 def _steps(settings: Settings) -> Iterator[Callable[[], Step]]:

@@ -6,7 +6,7 @@ package. A word behind it says what is different: ``int4 unrotated``, ``kivi2 g1
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +21,15 @@ __all__ = [
     "VARIANTS",
     "CodecPair",
     "codec_pair",
+    "distinct_pairs",
 ]
 
 HALF_PRECISION = "fp16"
 EXACT: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16"}
 """Number types in which a cache keeps tokens without a codec, by name."""
+
+NUMBER_TYPES: tuple[str, ...] = (HALF_PRECISION, *EXACT)
+"""All names that stand for no codec."""
 
 VARIANTS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "hadamard": ({"rotation": "hadamard"}, {}),
@@ -163,7 +167,9 @@ class CodecPair:
         return (key_bits + value_bits) / (key_dim + value_dim)
 
 
-def codec_pair(name: str, block: int | None = None) -> CodecPair:
+def codec_pair(
+    name: str, block: int | None = None, number_types: Sequence[str] = NUMBER_TYPES
+) -> CodecPair:
     """The codecs that a name stands for.
 
     Parameters
@@ -171,10 +177,12 @@ def codec_pair(name: str, block: int | None = None) -> CodecPair:
     name : str
         ``fp16``, ``fp32``, ``bf16``; or a preset, or two of keys and values such as ``lm4/lm2``,
         and optionally a word that says what is different: ``hadamard`` (this rotation),
-        ``unrotated`` (nor centered nor equalized), ``plain`` (neither centered nor equalized),
-        ``centered`` (but not equalized), ``g128`` (groups of 128).
+        ``unrotated`` (not rotated, centered or equalized), ``plain`` (rotated, but not centered
+        or equalized), ``centered`` (but not equalized), ``g128`` (groups of 128).
     block : int, optional
         Tokens that are packed at a time, by default those of the codec, 64.
+    number_types : sequence of str
+        Which of ``fp16``, ``fp32`` and ``bf16`` are allowed; by default all.
 
     Returns
     -------
@@ -194,15 +202,15 @@ def codec_pair(name: str, block: int | None = None) -> CodecPair:
     codec('int4', rotation='none', side='key', center=False, equalize=False)
     """
     presets, _, variant = " ".join(name.split()).partition(" ")
-    if presets in (HALF_PRECISION, *EXACT) and not variant:
+    if presets in number_types and not variant:
         exact_block = Codec.block if block is None else check_block(block)
         return CodecPair(presets, None, None, EXACT.get(presets), exact_block)
     sides = presets.split("/")
     if len(sides) > 2 or not set(sides) <= set(PRESETS) or variant not in ("", *VARIANTS):
         raise ValueError(
-            f"codec must be {', '.join((HALF_PRECISION, *EXACT))}, one of {', '.join(PRESETS)}, "
-            f"or two of them as lm4/lm2, and may end in {', '.join(VARIANTS)}, but {name!r} was "
-            "given."
+            f"codec must be {''.join(f'{each}, ' for each in number_types)}one of "
+            f"{', '.join(PRESETS)}, or two of them as lm4/lm2, and may end in "
+            f"{', '.join(VARIANTS)}, but {name!r} was given."
         )
     try:
         key, value = _sides(sides, variant, block)
@@ -211,6 +219,31 @@ def codec_pair(name: str, block: int | None = None) -> CodecPair:
     if variant and _settled(key, value) == _settled(*_sides(sides, "", block)):
         raise ValueError(f"codec {name!r} is the same as {presets!r}: leave out {variant!r}.")
     return CodecPair(f"{presets} {variant}".strip(), key, value)
+
+
+def distinct_pairs(pairs: Iterable[CodecPair]) -> list[CodecPair]:
+    """The pairs without those that only have another name for what an earlier one is.
+
+    Parameters
+    ----------
+    pairs : iterable of CodecPair
+        Pairs.
+
+    Returns
+    -------
+    list of CodecPair
+        The first of each kind.
+
+    Examples
+    --------
+    >>> from kvcodec.evaluation.codecs import codec_pair, distinct_pairs
+    >>> [pair.name for pair in distinct_pairs(map(codec_pair, ["lm4", "int4", "lm4/lm4"]))]
+    ['lm4', 'int4']
+    """
+    found: dict[tuple[Codec | None, Codec | None, str | None], CodecPair] = {}
+    for pair in pairs:
+        found.setdefault((pair.key, pair.value, pair.exact_dtype), pair)
+    return list(found.values())
 
 
 def _sides(presets: list[str], variant: str, block: int | None) -> tuple[Codec, Codec]:

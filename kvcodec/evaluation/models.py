@@ -223,9 +223,7 @@ def read_text(path: str | os.PathLike[str] | None = None) -> str:
     Raises
     ------
     ValueError
-        If the file is no text in UTF-8 or this Python ships no topics.
-    OSError
-        If the file cannot be read.
+        If the file cannot be read or is no text in UTF-8, or this Python ships no topics.
 
     Examples
     --------
@@ -238,6 +236,11 @@ def read_text(path: str | os.PathLike[str] | None = None) -> str:
             return Path(path).read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"text must be a file in UTF-8, but {path} is not: {error}.") from None
+        except OSError as error:
+            reason = error.strerror or error
+            raise ValueError(
+                f"text must be a file in UTF-8, but {path} cannot be read: {reason}."
+            ) from None
     try:
         topics = import_module("pydoc_data.topics").topics
     except ImportError:

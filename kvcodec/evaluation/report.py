@@ -47,8 +47,8 @@ COLUMNS = (
 )
 
 CAPTION = (
-    "A name is a preset, or the presets of keys/values. unrotated: also neither centered nor "
-    "equalized; plain: neither centered nor equalized; centered: not equalized; g128: groups of "
+    "A name is a preset, or the presets of keys/values. unrotated: not rotated, centered "
+    "or equalized; plain: not centered or equalized; centered: not equalized; g128: groups of "
     "128. Means over layers, heads and the queries that see packed tokens."
 )
 

@@ -124,7 +124,7 @@ def load_tensors(path: str | os.PathLike[str]) -> Tensors:
         q, k, v = (_layers(arrays[name], name) for name in REQUIRED)
         return Tensors(q, k, v, arrays.get(OPTIONAL), os.fspath(path))
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise ValueError(f"tensors file {path}: {error}") from None
 
 
 def _layers(array: NDArray[np.floating], name: str) -> NDArray[np.float32]:
@@ -147,12 +147,16 @@ def _read_arrays(path: str | os.PathLike[str]) -> dict[str, NDArray]:
             with np.load(stream, allow_pickle=False) as archive:
                 return _read_members(archive)
     except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror or error}.") from None
+        raise ValueError(
+            f"tensors file {path} cannot be read: {error.strerror or error}."
+        ) from None
     except MemoryError:
-        raise ValueError(f"{path} cannot be read: an array does not fit in memory.") from None
+        raise ValueError(
+            f"tensors file {path} cannot be read: an array does not fit in memory."
+        ) from None
     except Exception as error:  # a damaged file makes NumPy and zipfile raise almost anything
         reason = " ".join(str(error).split()).rstrip(".") or "it is damaged"
-        raise ValueError(f"{path} cannot be read: {reason}.") from None
+        raise ValueError(f"tensors file {path} cannot be read: {reason}.") from None
 
 
 def _read_members(archive: np.lib.npyio.NpzFile) -> dict[str, NDArray]:
