@@ -69,22 +69,26 @@ class _Buffers:
     def take(self) -> _Buffer | None:
         """A buffer; None if all are in use."""
         with suppress(IndexError):
-            return _Buffer(self, self.free.popleft())
+            return _Buffer(self)
         return None
 
     def give_back(self, start: int) -> None:
         """Take a buffer back, and let go of the chunk with the last one."""
         self.free.append(start)
-        if len(self.free) == self.count and self in self.chunks:
-            self.chunks.remove(self)
+        if len(self.free) == self.count:
+            with suppress(ValueError):  # another thread may have been first
+                self.chunks.remove(self)
 
 
 class _Buffer:
     """What an array in a chunk of buffers keeps alive, to be given back after it."""
 
-    def __init__(self, chunk: _Buffers, start: int) -> None:
-        self.chunk, self.start = chunk, start
-        place = chunk.room.ctypes.data + start
+    chunk: _Buffers | None = None
+
+    def __init__(self, chunk: _Buffers) -> None:
+        self.start = chunk.free.popleft()
+        self.chunk = chunk
+        place = chunk.room.ctypes.data + self.start
         self.__array_interface__ = {
             "version": 3,
             "typestr": "|u1",
@@ -93,7 +97,8 @@ class _Buffer:
         }
 
     def __del__(self) -> None:
-        self.chunk.give_back(self.start)
+        if self.chunk is not None:  # it is where there was none to take
+            self.chunk.give_back(self.start)
 
 
 _buffers: dict[int, list[_Buffers]] = {}

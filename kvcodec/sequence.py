@@ -297,16 +297,16 @@ class Sequence:
 
     def _pack(self, exact_k: NDArray[Any], exact_v: NDArray[Any], kernels: ModuleType) -> None:
         """Pack the tokens that come next."""
-        exact = exact_k, exact_v
-        k, v = map(load, exact)
+        k, v = load(exact_k), load(exact_v)
         codec, weights = self.keys.codec, self.keys.weights
         if self.packed_end == self.layer.sinks and codec is not None and codec.equalize:
             weights = self._weights(k, codec, kernels)
             codec = replace(codec, equalize=weights is not None)
         keys, values = (
-            stored if codec is None else kernels.encode(x, codec, weights)
+            # Values were bounded when they came; as bfloat16 they may have arrived at the bound.
+            stored if codec is None else kernels.encode(x, codec, weights, np.inf)
             for stored, x, codec, weights in zip(
-                exact, (k, v), (codec, self.values.codec), (weights, None), strict=True
+                (exact_k, exact_v), (k, v), (codec, self.values.codec), (weights, None), strict=True
             )
         )
         self.keys.codec, self.keys.weights = codec, weights

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 import threading
 import weakref
 
@@ -119,7 +120,9 @@ def test_a_buffer_is_used_again_once_nothing_refers_to_it(monkeypatch):
     view[...] = 1
     del view
     gc.collect()
-    again = [_arena.buffer(shape, np.float32) for _ in range(2 * _arena.SMALLEST_CHUNK // 2**16)]
+    again = [
+        _arena.buffer(shape, np.float32) for _ in range(2 * _arena.SMALLEST_CHUNK // _arena.SMALL)
+    ]
     assert place in [x.ctypes.data for x in again]
     assert not any(x.any() for x in again)
 
@@ -138,8 +141,9 @@ def test_a_chunk_of_buffers_is_freed_with_its_last_one(monkeypatch):
     assert _arena._buffers == {_arena.LARGE: []}
 
 
-def test_threads_take_and_give_back_buffers_at_the_same_time():
-    found = []
+def test_threads_take_and_give_back_buffers_at_the_same_time(monkeypatch):
+    found, unraised = [], []
+    monkeypatch.setattr(sys, "unraisablehook", unraised.append)
 
     def work(number):
         whole = True
@@ -157,6 +161,7 @@ def test_threads_take_and_give_back_buffers_at_the_same_time():
     for thread in threads:
         thread.join()
     assert found == [True] * 4
+    assert not unraised
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

@@ -154,6 +154,24 @@ def test_a_prompt_is_neither_kept_nor_read_again(options, attends):
     assert [x() for x in held] == [None, None]
 
 
+def test_tokens_of_one_channel_may_have_any_last_stride():
+    x = np.random.default_rng(0).standard_normal((1, 2, 200, 1), dtype=np.float32)
+    odd = np.lib.stride_tricks.as_strided(x, x.shape, (*x.strides[:3], 0))
+    outputs = [kv.KVCache(1, 2, 1, "int8", "int8").append_attend(0, y, y, y) for y in (x, odd)]
+    assert_same_bits(*outputs)
+
+
+def test_a_prompt_may_follow_tokens_that_are_all_packed():
+    caches = [kv.KVCache(1, 2, 16, recent=0, sinks=0) for _ in range(2)]
+    q, k, v = tokens(64 * 4, batch=1)
+    cuts = ([0, 128, 256], [0, 1, 64, 100, 256])
+    outputs = []
+    for cache, ends in zip(caches, cuts, strict=True):
+        parts = [slice(a, b) for a, b in itertools.pairwise(ends)]
+        outputs.append([cache.append_attend(0, *(x[:, :, p] for x in (q, k, v))) for p in parts])
+    assert_same_bits(*(np.concatenate(part, axis=2)[:, :, 128:] for part in outputs))
+
+
 @pytest.mark.parametrize("exact_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("options", [{}, {"recent": 0}, {"rollback": 40}, {"window": 50}])
 @pytest.mark.parametrize("before", [0, 3, 4, 5])

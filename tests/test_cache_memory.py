@@ -243,6 +243,15 @@ def test_exact_tokens_in_bfloat16_take_half_the_room_and_are_those_of_rounded_in
     assert ("bfloat16 keys" in repr(half)) == (name is None)
 
 
+@pytest.mark.parametrize("name", ["int4", "kivi2", "lm4", "tcq2"])
+def test_exact_tokens_that_round_to_the_bound_are_packed(name):
+    x = np.full((1, 1, 200, 16), np.nextafter(np.float32(2.0**100), np.float32(0)))
+    cache = kv.KVCache(1, 1, 16, name, name, exact_dtype="bfloat16")
+    cache.append(0, x, x)
+    assert len(cache) == 200
+    assert np.isfinite(cache.values(0)).all()
+
+
 def test_the_config_makes_a_cache_like_it():
     cache = kv.KVCache(
         2, [1, 2], [32, 64], {0: "int4", 1: None}, "lm3", recent=20, window=50, rollback=3

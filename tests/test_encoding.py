@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import kvcodec as kv
+from kvcodec.testing import assert_same_bits
 
 pytestmark = pytest.mark.usefixtures("backend")
 
@@ -53,3 +54,18 @@ def test_values_just_below_the_bound_are_encoded(name, side):
     x = np.random.default_rng(0).uniform(-1, 1, (1, 2, 70, 20)).astype(np.float32)
     encoded, small = (encode(name, side, y) for y in (x * np.float32(2.0**99), x))
     np.testing.assert_array_equal(encoded.packed, small.packed)
+
+
+@pytest.mark.parametrize("group_size", [8, 16, 32, 64, 128])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_codes_of_groups_use_all_their_bits(group_size, bits):
+    x = np.random.default_rng(bits).standard_normal((1, 2, 70, 128), dtype=np.float32)
+    codec = kv.codec("kivi4", bits=bits, group_size=group_size, side="value")
+    encoded = codec.encode(x)
+    assert_same_bits(encoded.packed, codec.encode(x, backend="reference").packed)
+    codes = kv.unpack(encoded.packed, 128, bits)
+    assert codes.min() == 0
+    assert codes.max() == 2**bits - 1
+    steps = np.repeat(x.reshape(1, 2, 70, -1, group_size).max(-1), group_size, axis=-1)
+    steps -= np.repeat(x.reshape(1, 2, 70, -1, group_size).min(-1), group_size, axis=-1)
+    assert (np.abs(codec.decode(encoded) - x) <= steps / (2**bits - 1) * 0.51 + 0.02).all()

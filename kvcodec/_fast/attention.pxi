@@ -196,7 +196,8 @@ cdef inline bint attend_span(const float *q, const Part *parts, const Span *span
     if not task.normalized:
         for row in range(task.rows):
             query = q + query_index(task, row) * part.keys.n
-            fetch(query + task.positions * part.keys.n, part.keys.n)  # of the next task
+            fetch(<const float *> (<size_t> query + task.positions * part.keys.n * sizeof(float)),
+                  part.keys.n)  # of the next task
             work.factor[row] = normalize_row(query, part.keys.n, options.scale,
                                              work.query + row * work.n)
         task.normalized = True

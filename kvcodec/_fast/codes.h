@@ -116,9 +116,9 @@ static inline void fetch(const float *x, Py_ssize_t n)
         __builtin_prefetch(x + i, 0, 3);
 }
 
-/* Whether all numbers are below 2^100 in magnitude. They are looked at more closely where the sum of
-   their squares is infinite or none. */
-static int are_bounded(const float *x, Py_ssize_t n)
+/* Whether all numbers are below a bound of at least 2^100 in magnitude. They are looked at more
+   closely where the sum of their squares is infinite or none. */
+static int are_bounded(const float *x, Py_ssize_t n, float bound)
 {
     enum { CHAINS = 2 * FEW };
     vfloat squares[CHAINS] = {{0}};
@@ -136,7 +136,7 @@ static int are_bounded(const float *x, Py_ssize_t n)
     if (!(total < INFINITY))
         i = 0;
     for (; i < n; i++)
-        if (!(fabsf(x[i]) < 0x1p100f))
+        if (!(fabsf(x[i]) < bound))
             return 0;
     return 1;
 }
@@ -235,8 +235,8 @@ INLINE void round_codes(const float *x, Py_ssize_t n, float zero, float inverse,
     for (; i + STEP <= n; i += STEP) {
         vint y[4];
         for (int j = 0; j < 4; j++)
-            y[j] = nearest((load(x + i + j * LANES) - zero) * inverse);
-        const vbytes bytes = narrow(y) + (int8_t)offset;
+            y[j] = nearest((load(x + i + j * LANES) - zero) * inverse) + (offset - 128);
+        const vbytes bytes = narrow(y) ^ (int8_t)-128;  /* bytes with a sign are what saturates */
         memcpy(codes + i, &bytes, sizeof bytes);
     }
     for (; i + LANES <= n; i += LANES)
@@ -248,8 +248,7 @@ INLINE void round_codes(const float *x, Py_ssize_t n, float zero, float inverse,
 /* Boundaries of at most 16 cells, and the level of each. Boundaries lie halfway between levels, so
    that twice a boundary is an integer. */
 typedef struct {
-    int count, depth;
-    int16_t doubled[16];
+    int depth;
     int16_t table[15][2 * LANES];    /* what a vector of words is compared with */
     float levels[16], squares[16];
 } Cells;
@@ -267,15 +266,15 @@ typedef struct {
 static inline void make_cells(Cells *cells, const float *boundaries, int count,
                               const int8_t *levels)
 {
+    int16_t doubled[16];
     memset(cells, 0, sizeof *cells);
-    cells->count = count;
     while (1 << cells->depth <= count)
         cells->depth++;
     for (int i = 0; i < 16; i++)
-        cells->doubled[i] = i < count ? (int16_t)(2 * boundaries[i]) : INT16_MAX;
+        doubled[i] = i < count ? (int16_t)(2 * boundaries[i]) : INT16_MAX;
     for (int k = 0; k < 15; k++)
         for (int j = 0; j < 2 * LANES; j++)
-            cells->table[k][j] = BOUNDARY(k, j) < 15 ? cells->doubled[BOUNDARY(k, j)] : INT16_MAX;
+            cells->table[k][j] = BOUNDARY(k, j) < 15 ? doubled[BOUNDARY(k, j)] : INT16_MAX;
     for (int i = 0; i <= count; i++) {
         cells->levels[i] = levels[i];
         cells->squares[i] = cells->levels[i] * cells->levels[i];

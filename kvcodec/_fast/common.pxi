@@ -60,7 +60,7 @@ cdef extern from "codes.h" nogil:
     uint32_t center_rows(const float *x, Py_ssize_t rows, Py_ssize_t n, const float *center,
                          float *shifted)
     void fetch(const float *x, Py_ssize_t n)
-    bint are_bounded(const float *x, Py_ssize_t n)
+    bint are_bounded(const float *x, Py_ssize_t n, float bound)
     void add_tokens(const float *x, Py_ssize_t tokens, Py_ssize_t n, double *total)
     void magnitudes_of_rows(const float *x, Py_ssize_t rows, Py_ssize_t n, float *largest)
     void ranges_of_rows(const float *x, Py_ssize_t rows, Py_ssize_t n, float *least,

@@ -156,8 +156,10 @@ cdef Side side_of_array(x):
     side.heads, side.tokens, side.n = view.shape[1], view.shape[2], view.shape[3]
     row = side.n * view.itemsize
     side.pitch = view.strides[1] // row if row and side.heads > 1 else side.tokens
+    # The stride of an axis of one element says nothing.
     even = PyBuffer_IsContiguous(&view, c"C") or (
-        view.strides[3] == view.itemsize and view.strides[2] == row
+        (side.n == 1 or view.strides[3] == view.itemsize)
+        and (side.tokens == 1 or view.strides[2] == row)
         and (side.heads == 1 or view.strides[1] == side.pitch * row)
         and (view.shape[0] == 1 or view.strides[0] == side.heads * side.pitch * row))
     if view.itemsize == 2:
@@ -299,18 +301,13 @@ cdef inline void center_block(const float *x, Py_ssize_t tokens, const Plan *pla
         scratch.center[c] = levels[c] * scale
 
 
-cdef inline bint encode_rows(const float *x, Py_ssize_t rows, const Side *side,
+cdef inline void encode_rows(const float *x, Py_ssize_t rows, const Side *side,
                              const float *diagonal, Scratch scratch, Py_ssize_t index,
                              uint8_t *packed) noexcept nogil:
-    """Encode tokens that do not share a group; the first is the index-th of all heads.
-
-    Returns whether their values are bounded; if not, nothing is written.
-    """
+    """Encode tokens that do not share a group; the first is the index-th of all heads."""
     cdef const Plan *plan = side.plan
     cdef Py_ssize_t n = plan.n, groups = plan.groups, row
     cdef uint32_t uncentered = 0
-    if not are_bounded(x, rows * n):
-        return False
     # The mean of the next block will go over all of its tokens before they are needed one by one.
     x = transformed_rows(x, rows, diagonal, plan, scratch,
                          x + (plan.block if plan.center else TOGETHER) * n, &uncentered)
@@ -323,17 +320,14 @@ cdef inline bint encode_rows(const float *x, Py_ssize_t rows, const Side *side,
         store_scales(side.zero_point, index * groups, scratch.zero_point, rows * groups,
                      plan.bfloat16)
     pack_rows(scratch.codes, rows, n, plan.width, packed + index * plan.row_bytes)
-    return True
 
 
-cdef inline bint encode_groups(const float *x, Py_ssize_t tokens, const Side *side,
+cdef inline void encode_groups(const float *x, Py_ssize_t tokens, const Side *side,
                                const float *diagonal, Scratch scratch, Py_ssize_t index,
                                Py_ssize_t group, uint8_t *packed) noexcept nogil:
     """The same for groups of tokens, the first of which is the group-th of all heads."""
     cdef const Plan *plan = side.plan
     cdef Py_ssize_t n = plan.n, g, first, members
-    if not are_bounded(x, tokens * n):
-        return False
     x = transformed_rows(x, tokens, diagonal, plan, scratch, NULL, NULL)
     for g in range((tokens + plan.group_size - 1) // plan.group_size):
         first = g * plan.group_size
@@ -344,7 +338,6 @@ cdef inline bint encode_groups(const float *x, Py_ssize_t tokens, const Side *si
         store_scales(side.zero_point, (group + g) * n, scratch.zero_point, n, plan.bfloat16)
         pack_rows(scratch.codes, members, n, plan.width,
                   packed + (index + first) * plan.row_bytes)
-    return True
 
 
 cdef Py_ssize_t carve_scratch(char *base, Scratch *scratch, const Plan *plan,
@@ -366,48 +359,51 @@ cdef Py_ssize_t carve_scratch(char *base, Scratch *scratch, const Plan *plan,
     return at
 
 
-cdef bint encode_block(const float *x, Py_ssize_t pitch, const Side *side, uint8_t *packed,
-                       int8_t *center_levels, void *center_scale, Py_ssize_t head,
-                       Py_ssize_t first, Py_ssize_t tokens, Scratch scratch) noexcept nogil:
-    """Returns whether all values are bounded."""
+cdef bint encode_block(const float *x, Py_ssize_t pitch, float bound, const Side *side,
+                       uint8_t *packed, int8_t *center_levels, void *center_scale,
+                       Py_ssize_t head, Py_ssize_t first, Py_ssize_t tokens,
+                       Scratch scratch) noexcept nogil:
+    """Returns whether all values are below the bound in magnitude; if not, nothing is written."""
     cdef const Plan *plan = side.plan
     cdef Py_ssize_t n = plan.n, index = head * side.tokens + first, block, t, rows
-    cdef bint bounded = True
     cdef const float *weights = side.weights
     if weights != NULL:
         weights = weights + head * n
     cdef const float *diagonal = diagonal_of(plan, weights, scratch)
     x = x + (head * pitch + first) * n
+    if not are_bounded(x, tokens * n, bound):
+        return False
     if plan.center:
         block = head * side.blocks + first // plan.block
         center_block(x, tokens, plan, scratch, center_levels + block * n, center_scale, block)
     if plan.by_token:
-        return encode_groups(x, tokens, side, diagonal, scratch, index,
-                             head * side.token_groups + first // plan.group_size, packed)
+        encode_groups(x, tokens, side, diagonal, scratch, index,
+                      head * side.token_groups + first // plan.group_size, packed)
+        return True
     t = 0
-    while t < tokens and bounded:
+    while t < tokens:
         rows = min(TOGETHER, tokens - t)
-        bounded = encode_rows(x + t * n, rows, side, diagonal, scratch, index + t, packed)
+        encode_rows(x + t * n, rows, side, diagonal, scratch, index + t, packed)
         t += rows
-    return bounded
+    return True
 
 
-cdef bint encode_unit(const float *x, Py_ssize_t pitch, const Side *side, uint8_t *packed,
-                      int8_t *center_levels, void *center_scale, Py_ssize_t task, Py_ssize_t unit,
-                      char *base) noexcept nogil:
+cdef bint encode_unit(const float *x, Py_ssize_t pitch, float bound, const Side *side,
+                      uint8_t *packed, int8_t *center_levels, void *center_scale,
+                      Py_ssize_t task, Py_ssize_t unit, char *base) noexcept nogil:
     """Encode the task-th stretch of `unit` tokens of all heads; returns like `encode_block`."""
     cdef Py_ssize_t units = (side.tokens + unit - 1) // unit
     cdef Py_ssize_t head = task // units, first = task % units * unit
     cdef Scratch scratch
     carve_scratch(base, &scratch, side.plan, unit)
-    return encode_block(x, pitch, side, packed, center_levels, center_scale, head, first,
+    return encode_block(x, pitch, bound, side, packed, center_levels, center_scale, head, first,
                         min(unit, side.tokens - first), scratch)
 
 
-def encode(x, codec, weights):
+def encode(x, codec, weights, float bound=LARGEST_MAGNITUDE):
     """Encode x (batch, kv_heads, tokens, head_dim) of float32.
 
-    None if a value is not finite or not below 2^100 in magnitude.
+    None if a value is not below the bound in magnitude.
     """
     cdef Py_ssize_t tokens = x.shape[2], n = x.shape[3]
     cdef CodecPlan codec_plan = plan_for(codec, n)
@@ -429,8 +425,8 @@ def encode(x, codec, weights):
     cdef uint8_t[::1] scratch = np.empty(threads * thread_bytes + 64, dtype=np.uint8)
     cdef Py_ssize_t task, tasks = x.shape[0] * x.shape[1] * units, unbounded = 0
     for task in prange(tasks, nogil=True, num_threads=threads, schedule="static"):
-        unbounded += not encode_unit(source.exact, source.pitch, &side, packed, center_levels,
-                                     center_scale, task, unit,
+        unbounded += not encode_unit(source.exact, source.pitch, bound, &side, packed,
+                                     center_levels, center_scale, task, unit,
                                      aligned(scratch, thread_bytes, threadid()))
     return None if unbounded else encoded
 

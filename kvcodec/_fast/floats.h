@@ -118,7 +118,7 @@ INLINE vint store_64(uint8_t *p, const vint *x, vint total)
     for (int i = 0; i < 64 / LANES; i += 4) {
         const vbytes bytes = narrow(x + i);
         memcpy(p + i * LANES, &bytes, sizeof bytes);
-#if LANES == 16
+#if LANES == 16 && defined(__AVX512VNNI__)
         total = (vint)_mm512_dpbusd_epi32((__m512i)total, _mm512_set1_epi8(1), (__m512i)bytes);
 #else
         total += (x[i] + x[i + 1]) + (x[i + 2] + x[i + 3]);

@@ -35,14 +35,12 @@ typedef float vfloat __attribute__((vector_size(4 * LANES)));
 typedef int32_t vint __attribute__((vector_size(4 * LANES)));
 typedef int16_t vwords __attribute__((vector_size(4 * LANES)));
 typedef int8_t vbytes __attribute__((vector_size(4 * LANES)));
-typedef int16_t vwords __attribute__((vector_size(4 * LANES)));
-typedef int8_t vbytes __attribute__((vector_size(4 * LANES)));
 
 static inline vfloat load(const float *p) { vfloat v; memcpy(&v, p, sizeof v); return v; }
 static inline void store(float *p, vfloat v) { memcpy(p, &v, sizeof v); }
 
-/* What the vector extensions have no word for. MULTIPLY_ADD is for exact products only, where it
-   does not matter whether they are rounded before the addition. */
+/* What the vector extensions have no word for. MULTIPLY_ADD is for exact products, where it does not
+   matter whether they are rounded before the addition, and for estimates that decide nothing. */
 #if defined(__AVX512F__)
 #define LEAST(a, b) ((vfloat)_mm512_min_ps(a, b))
 #define LARGEST(a, b) ((vfloat)_mm512_max_ps(a, b))

@@ -384,7 +384,7 @@ static void center_dots(const int16_t *q, Py_ssize_t stride, Py_ssize_t rows, co
                         Py_ssize_t n, int32_t *out)
 {
     Py_ssize_t r = 0;
-#if LANES == 16
+#if LANES == 16 && defined(__AVX512VNNI__)
     for (; r + 4 <= rows; r += 4) {
         __m512i sum[4] = {{0}};
         for (Py_ssize_t c = 0; c < n; c += 32) {

@@ -58,12 +58,17 @@ def unrotate(y: np.ndarray, codec: Codec) -> np.ndarray:
     return out
 
 
-def encode(x: np.ndarray, codec: Codec, weights: np.ndarray | None) -> Encoded | None:
+def encode(
+    x: np.ndarray,
+    codec: Codec,
+    weights: np.ndarray | None,
+    bound: float = LARGEST_MAGNITUDE,
+) -> Encoded | None:
     """Encode x (batch, kv_heads, tokens, head_dim) of float32.
 
-    None if a value is not finite or not below 2^100 in magnitude.
+    None if a value is not below the bound in magnitude.
     """
-    if x.size and not largest_magnitude_of(x) < LARGEST_MAGNITUDE:
+    if x.size and not largest_magnitude_of(x) < bound:
         return None
     head_dim = x.shape[-1]
     center_levels = center_scale = zero_point = None
