@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcodec import _arena
 from kvcodec._backend import resolve
 from kvcodec.benchmark.settings import Shape
 from kvcodec.benchmark.timing import Measure, timed
@@ -100,9 +101,10 @@ def attend_measure(cache: KVCache, shape: Shape) -> Measure:
 
 
 def read_measure(content: NDArray[Any] | int) -> Measure:
-    """Reading an array, or as many bytes of one that is made here."""
+    """Reading an array, or as many bytes of one that is made here, in memory as of packed tokens."""
     if isinstance(content, int):
-        content = np.full(content, 1, dtype=np.uint8)  # pages of zeros would all be one page
+        content = _arena.zeros({"bytes": ((content,), np.uint8)})["bytes"]
+        content[...] = 1  # pages of zeros could all be one page
     return timed(lambda _: resolve().read_all(content))
 
 
