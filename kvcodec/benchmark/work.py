@@ -101,7 +101,7 @@ def attend_measure(cache: KVCache, shape: Shape) -> Measure:
 
 
 def read_measure(content: NDArray[Any] | int) -> Measure:
-    """Reading an array, or as many bytes of one that is made here, in memory as of packed tokens."""
+    """Reading an array, or as many bytes of one that is made here, in huge pages as codes are."""
     if isinstance(content, int):
         content = _arena.zeros({"bytes": ((content,), np.uint8)})["bytes"]
         content[...] = 1  # pages of zeros could all be one page
