@@ -235,8 +235,10 @@ INLINE void round_codes(const float *x, Py_ssize_t n, float zero, float inverse,
     for (; i + STEP <= n; i += STEP) {
         vint y[4];
         for (int j = 0; j < 4; j++)
-            y[j] = nearest((load(x + i + j * LANES) - zero) * inverse) + (offset - 128);
-        const vbytes bytes = narrow(y) ^ (int8_t)-128;  /* bytes with a sign are what saturates */
+            y[j] = nearest((load(x + i + j * LANES) - zero) * inverse) + offset;
+        for (int j = 0; j < 4; j++)
+            y[j] = y[j] << 24 >> 24;  /* the low byte with its sign, which is what narrow takes */
+        const vbytes bytes = narrow(y);
         memcpy(codes + i, &bytes, sizeof bytes);
     }
     for (; i + LANES <= n; i += LANES)
