@@ -92,7 +92,8 @@ class Tail:
         lead = (self.first - self.origin) % TILE
         slots += lead
         # Spare room for half a block: a token is moved a few times, not at each append.
-        slots = self.usual if slots <= self.usual else slots + SPARE
+        fits = slots <= self.usual <= 2 * (slots + TILE)
+        slots = self.usual if fits else slots + SPARE
         kept = slice(self.first - self.base, self.end - self.base)
         moved = []
         for old in (self.k, self.v):
