@@ -79,6 +79,15 @@ def test_a_chunk_holds_many_pages_of_the_size_it_was_made_for(monkeypatch, size)
     assert sum(kept.values()) <= used + _arena.HUGE_PAGE
 
 
+def in_threads(work):
+    """Call it with the numbers 1 to 4, in a thread each."""
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 def test_threads_get_memory_of_their_own():
     found = []
 
@@ -88,11 +97,7 @@ def test_threads_get_memory_of_their_own():
             page[...] = number
         found.append(all((page == number).all() for page in pages))
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(1, 5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work)
     assert found == [True] * 4
 
 
@@ -155,11 +160,7 @@ def test_threads_take_and_give_back_buffers_at_the_same_time(monkeypatch):
             whole = whole and all((x == number).all() for x in buffers)
         found.append(whole)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(1, 5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work)
     assert found == [True] * 4
     assert not unraised
 

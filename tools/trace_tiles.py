@@ -175,6 +175,8 @@ def stepped(child: int, library: Path) -> Counter[int]:
         stopped = wait_for_stop(child)
         if stopped == signal.SIGSTOP:
             return counts
+        if stopped == signal.SIGCONT:  # someone else halted and continued it
+            continue
         if stopped != signal.SIGTRAP:
             raise Unable(f"the traced process was stopped by signal {stopped}.")
         at = trace(PEEK_USER, child, INSTRUCTION_POINTER) - base

@@ -3,7 +3,7 @@
 # tile that is written in part is unpacked, filled in and packed again. Arrays in the canonical
 # layout are brought into tiles one by one while attention goes over them.
 
-cdef extern from "dot.h" nogil:
+cdef extern from "dot_products.h" nogil:
     Py_ssize_t chunks_of(Py_ssize_t depth, int bits)
     int chunk_vectors(int bits)
     Py_ssize_t groups_of(Py_ssize_t lanes)

@@ -74,10 +74,12 @@ static void digits_of_rows(const float *p, const float *scale, const float *midd
               digit_sum ? digit_sum + r : NULL, \
               step + r, offset + r)
 #define CALL_BITS(some, b) \
-    if (middle) \
-        CALL(middle, some, b); \
-    else \
-        CALL(NULL, some, b)
+    do { \
+        if (middle) \
+            CALL(middle, some, b); \
+        else \
+            CALL(NULL, some, b); \
+    } while (0)
     for (; r + DIGIT_ROWS <= rows; r += DIGIT_ROWS)
         if (bits > 7) {
             CALL_BITS(DIGIT_ROWS, 14);
