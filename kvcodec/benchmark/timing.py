@@ -33,7 +33,7 @@ def timed(call: Callable[[Any], Any], prepare: Callable[[], Any] = lambda: None)
 
 
 def turn(measure: Measure) -> float:
-    """The second of two calls: the first finds caches and threads as another process left them."""
+    """The second of two calls: the first finds caches and threads as others left them."""
     measure()
     return measure()
 
