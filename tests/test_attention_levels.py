@@ -14,11 +14,11 @@ TREES = ("tcq4", "tcq3", "tcq2")
 
 
 def codec(name, side, head_dim):
-    """A codec for any head_dim: not rotated, of as few groups as its name says."""
-    preset, _, group = name.partition(" ")
+    """A codec for any head_dim: not rotated, with what follows the preset in its name."""
+    preset, *others = name.split()
     options = {} if preset.startswith(("kivi", "tcq")) else {"rotation": "none"}
-    if group:
-        options["group_size"] = int(group)
+    for other in others:
+        options |= {"group_size": int(other)} if other.isdigit() else {"scale_dtype": other}
     return kv.codec(preset, side=side, **options)
 
 
@@ -60,6 +60,14 @@ def test_any_number_of_rows(name, rows):
 def test_any_head_dim(name, head_dim):
     for rows in (4, 17):
         assert_levels_agree(name, head_dim, rows, 150)
+
+
+@pytest.mark.parametrize("scale_dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("group_size", [8, 16, 32])
+@pytest.mark.parametrize("head_dim", [16, 32, 56, 64, 96, 128, 160, 256])
+def test_any_number_of_groups(head_dim, group_size, scale_dtype):
+    for tokens in (65, 150):
+        assert_levels_agree(f"kivi4 {group_size} {scale_dtype}", head_dim, 4, tokens)
 
 
 @pytest.mark.parametrize("softcap", [None, 20.0])

@@ -5,7 +5,7 @@
    once for all rows; four rows are read twice from the first-level cache, first for their largest
    products and their sums, then to be rounded, and share the steps across lanes. The scales of
    groups of channels lie token by token and are brought into rows of a tile's tokens, all groups at
-   once; two groups of a token in bfloat16 are one dword. */
+   once, and two groups of a token in bfloat16 at a time. */
 
 #ifndef KVCODEC_FOLD_H
 #define KVCODEC_FOLD_H
@@ -49,19 +49,26 @@ INLINE vfloat load_bfloat16(const uint16_t *x)
 #endif
 }
 
+/* Scales, and midpoints half a code's range above zero points. */
+INLINE void store_group(vfloat scale, vfloat zero_point, float half, float *scales, float *middles)
+{
+    store(scales, scale);
+    store(middles, zero_point + half * scale);
+}
+
 /* scale[i] and middle[i] = zero_point[i] + half * scale[i] from float32 or bfloat16, filled up with
    zeros. */
 static void load_group(const void *scales, const void *zero_points, Py_ssize_t at, Py_ssize_t n,
                        int bfloat16, float half, float *scale, float *middle)
 {
-    const uint16_t *low = (const uint16_t *)scales + at, *zero = (const uint16_t *)zero_points + at;
     Py_ssize_t i = 0;
-    if (bfloat16)
-        for (; i + LANES <= n; i += LANES) {
-            const vfloat s = load_bfloat16(low + i);
-            store(scale + i, s);
-            store(middle + i, load_bfloat16(zero + i) + half * s);
-        }
+    for (; bfloat16 && i + LANES <= n; i += LANES)
+        store_group(load_bfloat16((const uint16_t *)scales + at + i),
+                    load_bfloat16((const uint16_t *)zero_points + at + i), half, scale + i,
+                    middle + i);
+    for (; !bfloat16 && i + LANES <= n; i += LANES)
+        store_group(load((const float *)scales + at + i), load((const float *)zero_points + at + i),
+                    half, scale + i, middle + i);
     for (; i < n; i++) {
         scale[i] = stored_float(scales, at + i, bfloat16);
         middle[i] = stored_float(zero_points, at + i, bfloat16) + half * scale[i];
@@ -158,20 +165,70 @@ static void fold_rows(const float *q, Py_ssize_t stride, Py_ssize_t rows, const 
         fold_some(q, stride, 1, scale, middle, n, depth, y, r, folded);
 }
 
-/* Four groups of 16 tokens. */
+/* Two neighbouring groups of LANES tokens, of numbers in bfloat16 that lie token by token: in the
+   lower and in the upper half of each lane. */
 #if LANES == 16
-INLINE void widen_quads(const uint16_t *x, vfloat *groups)
+/* Those of 32 dwords that are at these places, taken modulo 32. */
+INLINE __m512i dwords_at(const uint16_t *x, __m512i places)
 {
-    const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
-    const __m512i low = _mm512_loadu_si512(x), high = _mm512_loadu_si512(x + 32);
-    for (int i = 0; i < 2; i++) {
-        const __m512i pairs = _mm512_permutex2var_epi32(
-            low, _mm512_add_epi32(even, _mm512_set1_epi32(i)), high);
-        groups[2 * i] = (vfloat)_mm512_slli_epi32(pairs, 16);
-        groups[2 * i + 1] = (vfloat)_mm512_and_si512(pairs, _mm512_set1_epi32(0xffff0000));
+    return _mm512_permutex2var_epi32(_mm512_loadu_si512(x), places, _mm512_loadu_si512(x + 32));
+}
+
+INLINE vint pairs_of_groups(const uint16_t *x, Py_ssize_t groups, Py_ssize_t first)
+{
+    const __m512i tokens = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const __m512i pair = _mm512_set1_epi32((int)first / 2);
+    if (groups == 2)
+        return (vint)_mm512_loadu_si512(x);
+    if (groups == 4)
+        return (vint)dwords_at(x, _mm512_add_epi32(_mm512_slli_epi32(tokens, 1), pair));
+    if (groups == 8) {
+        const __m512i places = _mm512_add_epi32(_mm512_slli_epi32(tokens, 2), pair);
+        return (vint)_mm512_inserti64x4(dwords_at(x, places),
+                                        _mm512_castsi512_si256(dwords_at(x + 64, places)), 1);
     }
+    return (vint)_mm512_i32gather_epi32(
+        _mm512_mullo_epi32(tokens, _mm512_set1_epi32((int)groups)), x + first, 2);
+}
+#elif defined(__AVX2__)
+INLINE vint pairs_of_groups(const uint16_t *x, Py_ssize_t groups, Py_ssize_t first)
+{
+    const __m256i tokens = _mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0);
+    return (vint)_mm256_i32gather_epi32(
+        (const int *)(x + first), _mm256_mullo_epi32(tokens, _mm256_set1_epi32((int)groups)), 2);
+}
+#else
+INLINE vint pairs_of_groups(const uint16_t *x, Py_ssize_t groups, Py_ssize_t first)
+{
+    vint pairs;
+    x += first;
+    for (int t = 0; t < LANES; t++)
+        pairs[t] = (int32_t)(x[t * groups] | (uint32_t)x[t * groups + 1] << 16);
+    return pairs;
 }
 #endif
+
+/* A group's numbers of LANES tokens. */
+INLINE vfloat numbers_of_group(const float *x, Py_ssize_t groups)
+{
+#if LANES == 16
+    const __m512i tokens = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    return (vfloat)_mm512_i32gather_ps(
+        _mm512_mullo_epi32(tokens, _mm512_set1_epi32((int)groups)), x, 4);
+#elif defined(__AVX2__)
+    const __m256i tokens = _mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0);
+    return (vfloat)_mm256_i32gather_ps(
+        x, _mm256_mullo_epi32(tokens, _mm256_set1_epi32((int)groups)), 4);
+#else
+    vfloat numbers;
+    for (int t = 0; t < LANES; t++)
+        numbers[t] = x[t * groups];
+    return numbers;
+#endif
+}
+
+INLINE vfloat lower_bfloat16(vint pairs) { return (vfloat)(pairs << 16); }
+INLINE vfloat upper_bfloat16(vint pairs) { return (vfloat)(pairs & (int32_t)0xffff0000); }
 
 /* Scales and midpoints of a tile's tokens, those of a group side by side; missing tokens get zeros. */
 static void load_channel_groups(const void *scales, const void *zero_points, Py_ssize_t at,
@@ -179,18 +236,27 @@ static void load_channel_groups(const void *scales, const void *zero_points, Py_
                                 float *scale, float *middle)
 {
     Py_ssize_t t = 0;
-#if LANES == 16
-    if (bfloat16 && groups == 4)
-        for (; t + 16 <= tokens; t += 16) {
-            vfloat s[4], zero[4];
-            widen_quads((const uint16_t *)scales + (at + t) * 4, s);
-            widen_quads((const uint16_t *)zero_points + (at + t) * 4, zero);
-            for (int g = 0; g < 4; g++) {
-                store(scale + g * 64 + t, s[g]);
-                store(middle + g * 64 + t, zero[g] + half * s[g]);
-            }
+    for (; !bfloat16 && t + LANES <= tokens; t += LANES)
+        for (Py_ssize_t g = 0; g < groups; g++) {
+            const Py_ssize_t from = (at + t) * groups + g, to = g * 64 + t;
+            store_group(numbers_of_group((const float *)scales + from, groups),
+                        numbers_of_group((const float *)zero_points + from, groups), half,
+                        scale + to, middle + to);
         }
-#endif
+    for (; bfloat16 && groups == 1 && t + LANES <= tokens; t += LANES)
+        store_group(load_bfloat16((const uint16_t *)scales + at + t),
+                    load_bfloat16((const uint16_t *)zero_points + at + t), half, scale + t,
+                    middle + t);
+    for (; bfloat16 && groups > 1 && t + LANES <= tokens; t += LANES)
+        for (Py_ssize_t g = 0; g < groups; g += 2) {
+            const Py_ssize_t first = g + 1 < groups ? g : g - 1;  /* the last of an odd number */
+            const Py_ssize_t from = (at + t) * groups, to = first * 64 + t;
+            const vint s = pairs_of_groups((const uint16_t *)scales + from, groups, first);
+            const vint zero = pairs_of_groups((const uint16_t *)zero_points + from, groups, first);
+            store_group(lower_bfloat16(s), lower_bfloat16(zero), half, scale + to, middle + to);
+            store_group(upper_bfloat16(s), upper_bfloat16(zero), half, scale + to + 64,
+                        middle + to + 64);
+        }
     for (; t < tokens; t++)
         for (Py_ssize_t g = 0; g < groups; g++) {
             const float s = stored_float(scales, (at + t) * groups + g, bfloat16);
