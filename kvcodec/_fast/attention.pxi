@@ -151,6 +151,7 @@ cdef inline void attend_unit(const Unit *unit, Py_ssize_t index, const Task *tas
                              Work *work) noexcept nogil:
     """Run the prepared rows of a task over the tiles of a unit that any of them sees."""
     cdef Py_ssize_t tile, first, tokens
+    cdef bint exact
     seen_low = max(seen_low - unit.number, <int64_t> 0)
     seen_high = min(seen_high - unit.number, unit.tokens)
     if seen_low >= seen_high:
@@ -161,14 +162,18 @@ cdef inline void attend_unit(const Unit *unit, Py_ssize_t index, const Task *tas
         work.low = max(seen_low - first, <int64_t> 0)
         work.high = min(seen_high - first, <int64_t> tokens)
         look_ahead(ahead, index, tile, &work.fetch)
-        if unit.keys.plan == NULL and unit.values.plan == NULL:
-            multiply_exact(unit.keys, unit.values, unit.key_head, unit.value_head, first,
-                           task.rows, work)
+        exact = unit.keys.plan == NULL and unit.values.plan == NULL
+        if exact:
+            multiply_exact(unit, first, task.rows, work)
         else:
             multiply_tile(unit.keys, unit.key_head, first, tokens, task.rows, options, work)
         softmax_rows(unit, first, tokens, task, start, stop, options, work)
-        add_values(unit.values, unit.value_head, first, tokens, task.rows, options.probability_bits,
-                   work.part.values, work)
+        if exact:
+            add_exact_values(unit, first, min(seen_high - first - TILE, <int64_t> TILE), task.rows,
+                             work.part.values, work)
+        else:
+            add_values(unit.values, unit.value_head, first, tokens, task.rows,
+                       options.probability_bits, work.part.values, work)
 
 
 cdef inline bint attend_span(const float *q, const Part *parts, const Span *span, Task *task,

@@ -178,18 +178,15 @@ cdef inline const float *floats_at(const Side *side, Py_ssize_t head, Py_ssize_t
     return work.tokens
 
 
-cdef inline void multiply_exact(const Side *keys, const Side *values, Py_ssize_t key_head,
-                                Py_ssize_t value_head, Py_ssize_t first, Py_ssize_t rows,
+cdef inline void multiply_exact(const Unit *unit, Py_ssize_t first, Py_ssize_t rows,
                                 Work *work) noexcept nogil:
     """Multiply rows with the exact keys of a tile; its values are fetched meanwhile."""
-    cdef Py_ssize_t n = keys.n, t = work.low, count, batch, quarter
-    cdef const float *token = floats_at(keys, key_head, first, TILE, work)
+    cdef Py_ssize_t n = unit.keys.n, t = work.low, count
+    cdef const float *token = floats_at(unit.keys, unit.key_head, first, TILE, work)
     work.in_sums = False
     while t < work.high:
-        count = min(<Py_ssize_t> EXACT_BATCH // 4, work.high - t)
-        batch, quarter = t // EXACT_BATCH * EXACT_BATCH, t % EXACT_BATCH * 4 // EXACT_BATCH
-        fetch_exact(keys, key_head, first + batch + EXACT_BATCH, quarter)
-        fetch_exact(values, value_head, first + batch, quarter)
+        count = min(<Py_ssize_t> EXACT_BATCH, work.high - t)
+        fetch_exact(unit.values, unit.value_head, first + t, count)
         float_dots(token + t * n, count, n, work.query, work.n, rows, work.scores + t, TILE)
         t += count
 

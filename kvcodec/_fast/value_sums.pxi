@@ -56,6 +56,20 @@ cdef inline void add_float_values(const Side *values, const uint8_t *tile, Py_ss
                 plan.table, work.scores, TILE, rows, sums, work.n, fetch_of(work))
 
 
+cdef inline void add_exact_values(const Unit *unit, Py_ssize_t first, Py_ssize_t next_keys,
+                                  Py_ssize_t rows, float *sums, Work *work) noexcept nogil:
+    """sums += sum_t p_t v_t of a tile's exact values; so many keys after it are fetched meanwhile."""
+    cdef Py_ssize_t n = unit.values.n, t = work.low, ahead = 0, count
+    cdef Py_ssize_t most = EXACT_BATCH if next_keys > 0 else TILE
+    cdef const float *token = floats_at(unit.values, unit.value_head, first, TILE, work)
+    while t < work.high:
+        count = min(most, work.high - t)
+        fetch_exact(unit.keys, unit.key_head, first + TILE + ahead, min(count, next_keys - ahead))
+        add_scaled_tokens(token + t * n, count, n, work.scores + t, TILE, rows, sums, work.n)
+        ahead += count
+        t += count
+
+
 cdef inline void add_values(const Side *values, Py_ssize_t head, Py_ssize_t first,
                             Py_ssize_t tokens, Py_ssize_t rows, int bits, float *sums,
                             Work *work) noexcept nogil:
