@@ -16,8 +16,8 @@ __all__ = ["Measure", "Samples", "median_ratio", "settled", "timed", "timed_roun
 Measure = Callable[[], float]
 Samples = Mapping[str, NDArray[np.float64]]
 
-# Until threads that wait for work in a loop have gone to sleep.
-SETTLE_SECONDS = 0.005
+# Until threads that wait for work in a loop have gone to sleep: those of onnxruntime take 0.03.
+SETTLE_SECONDS = 0.05
 
 
 def timed(call: Callable[[Any], Any], prepare: Callable[[], Any] = lambda: None) -> Measure:
