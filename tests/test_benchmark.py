@@ -309,8 +309,8 @@ def test_preparation_is_given_and_not_counted(monkeypatch):
     measure = timed(seen.append, prepare=lambda: next(clock))
     assert measure() == 1
     assert seen == [0]
-    assert turn(measure) == settled(measure)() == 1
-    assert seen == [0, 3, 6, 9]
+    assert turn(measure) == settled(measure) == 1
+    assert seen == [0, 3, 6, 10, 14]
 
 
 def test_ratios_are_taken_within_rounds():

@@ -16,8 +16,8 @@ __all__ = ["Measure", "Samples", "median_ratio", "settled", "timed", "timed_roun
 Measure = Callable[[], float]
 Samples = Mapping[str, NDArray[np.float64]]
 
-# Until threads that wait for work in a loop have gone to sleep: those of onnxruntime take 0.03.
-SETTLE_SECONDS = 0.05
+# Until threads of others that wait for work in a loop have gone to sleep: those of onnxruntime 0.03.
+SETTLE_SECONDS = 0.04
 
 
 def timed(call: Callable[[Any], Any], prepare: Callable[[], Any] = lambda: None) -> Measure:
@@ -33,19 +33,22 @@ def timed(call: Callable[[Any], Any], prepare: Callable[[], Any] = lambda: None)
 
 
 def turn(measure: Measure) -> float:
-    """The second of two calls: the first finds caches and threads as others left them."""
+    """The second of two calls: the first finds caches and memory as others left them."""
     measure()
     return measure()
 
 
-def settled(measure: Measure) -> Measure:
-    """The measure, begun when the threads of other processes have gone to sleep."""
+def settled(measure: Measure) -> float:
+    """A call after others of SETTLE_SECONDS, which leave the threads of other processes asleep.
 
-    def measured() -> float:
-        time.sleep(SETTLE_SECONDS)
-        return measure()
-
-    return measured
+    Idle time would do the same, but then one's own threads sleep too, and the system may wake two of
+    them on one core.
+    """
+    end = time.perf_counter() + SETTLE_SECONDS
+    measure()
+    while time.perf_counter() < end:
+        measure()
+    return measure()
 
 
 def timed_rounds(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from kvcodec._backend import config_context
 from kvcodec.benchmark.peers.cases import PEERS, Job, Peer, PeerCase
 from kvcodec.benchmark.peers.process import PeerError, peer_process
 from kvcodec.benchmark.settings import WARMUP, Settings, Shape, cache_pair
-from kvcodec.benchmark.timing import Measure, median_ratio, settled, timed_rounds, turn
+from kvcodec.benchmark.timing import Measure, median_ratio, settled, timed_rounds
 from kvcodec.benchmark.work import (
     attend_measure,
     encode_measure,
@@ -139,7 +140,7 @@ def _measure(case: PeerCase, job: Job, repeats: int, version: str | None) -> Pee
     """Rounds of one case."""
     with peer_process(job) as (peer, error), config_context(num_threads=job.threads):
         ours = _our_measure(case, job)
-        measures = {"ours": settled(lambda: turn(ours)), "theirs": settled(peer.measure)}
+        measures = {"ours": partial(settled, ours), "theirs": peer.measure}
         samples = timed_rounds(measures, repeats, WARMUP)
     return PeerMeasurement(
         job.peer,
