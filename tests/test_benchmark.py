@@ -12,7 +12,14 @@ from kvcodec.benchmark import memory, peers
 from kvcodec.benchmark.peers.process import worker_environment
 from kvcodec.benchmark.report import time_text
 from kvcodec.benchmark.settings import CODECS, cache_pair
-from kvcodec.benchmark.timing import median_ratio, settled, timed, timed_rounds, turn
+from kvcodec.benchmark.timing import (
+    mean_of_calls,
+    median_ratio,
+    second_of_two,
+    timed,
+    timed_rounds,
+    turn,
+)
 from kvcodec.benchmark.work import attended_bytes, filled_caches, kv_chunks, queries
 from kvcodec.blocks import PAGE_UNITS, TILE
 from kvcodec.reference.memory import read_all
@@ -309,8 +316,22 @@ def test_preparation_is_given_and_not_counted(monkeypatch):
     measure = timed(seen.append, prepare=lambda: next(clock))
     assert measure() == 1
     assert seen == [0]
-    assert turn(measure) == settled(measure) == 1
-    assert seen == [0, 3, 6, 10, 14]
+    assert second_of_two(measure) == 1
+    assert seen == [0, 3, 6]
+    assert mean_of_calls(lambda: next(clock), 4, lambda: seen.append(next(clock)))() == 5 / 4
+    assert seen == [0, 3, 6, 9]
+
+
+@pytest.mark.parametrize("seconds", [0, 7])
+def test_a_turn_is_the_second_call_after_a_while(monkeypatch, seconds):
+    clock = iter(range(100))
+    monkeypatch.setattr("kvcodec.benchmark.timing.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("kvcodec.benchmark.timing.SETTLE_SECONDS", seconds)
+    begun = []
+    measure = timed(begun.append, prepare=lambda: next(clock))
+    assert turn(measure) == 1
+    assert len(begun) == 2
+    assert begun[0] > seconds
 
 
 def test_ratios_are_taken_within_rounds():

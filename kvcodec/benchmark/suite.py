@@ -11,7 +11,14 @@ import numpy as np
 
 from kvcodec._backend import config_context
 from kvcodec.benchmark.settings import BASE, WARMUP, Settings, possible_pairs
-from kvcodec.benchmark.timing import Measure, Samples, median_ratio, timed, timed_rounds, turn
+from kvcodec.benchmark.timing import (
+    Measure,
+    Samples,
+    mean_of_calls,
+    median_ratio,
+    second_of_two,
+    timed_rounds,
+)
 from kvcodec.benchmark.work import (
     FLOATS,
     attend_measure,
@@ -221,11 +228,6 @@ def _fwht_step(settings: Settings, threads: int) -> Step:
     return Step("fwht", rows, threads, measures, nbytes, {})
 
 
-def _repeated(measures: dict[str, Measure]) -> dict[str, Measure]:
-    """The second of two calls: the first one brings code, and memory for what it returns."""
-    return {name: partial(turn, measure) for name, measure in measures.items()}
-
-
 def _encode_step(settings: Settings, task: str, tokens: int, heads: int) -> Step:
     """Encoding by one thread, beside reading the same floats."""
     x = vectors(heads * tokens, settings.shape.head_dim).reshape(1, heads, tokens, -1)
@@ -234,7 +236,9 @@ def _encode_step(settings: Settings, task: str, tokens: int, heads: int) -> Step
         measures[name] = encode_measure(codec, side, x)
         measures[reading(name)] = read_measure(x)
         nbytes[name] = x.nbytes
-    return Step(task, heads * tokens, 1, _repeated(measures), nbytes, {})
+    # The first call may wait for the system to give memory for what it returns.
+    second = {name: partial(second_of_two, measure) for name, measure in measures.items()}
+    return Step(task, heads * tokens, 1, second, nbytes, {})
 
 
 def _sides(settings: Settings) -> dict[str, tuple[Codec, str]]:
@@ -259,13 +263,10 @@ def _few_step(settings: Settings) -> Step:
     def again() -> None:
         cache.crop(FEW_TOKENS)
 
-    def each(call: Callable[[], Any]) -> Measure:
-        measure = timed(lambda _: [call() for _ in range(FEW_CALLS)], again)
-        return lambda: measure() / FEW_CALLS
-
-    measures = {
-        "append": each(lambda: cache.append(0, k, v)),
-        "attend": each(lambda: cache.attend(0, q)),
-        "append_attend": each(lambda: cache.append_attend(0, q, k, v)),
+    calls: dict[str, Callable[[], Any]] = {
+        "append": lambda: cache.append(0, k, v),
+        "attend": lambda: cache.attend(0, q),
+        "append_attend": lambda: cache.append_attend(0, q, k, v),
     }
+    measures = {name: mean_of_calls(call, FEW_CALLS, again) for name, call in calls.items()}
     return Step("few", FEW_TOKENS, 1, measures, {}, {})

@@ -11,12 +11,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Measure", "Samples", "median_ratio", "settled", "timed", "timed_rounds", "turn"]
+__all__ = [
+    "Measure",
+    "Samples",
+    "mean_of_calls",
+    "median_ratio",
+    "second_of_two",
+    "timed",
+    "timed_rounds",
+    "turn",
+]
 
 Measure = Callable[[], float]
 Samples = Mapping[str, NDArray[np.float64]]
 
-# Until threads of others that wait for work in a loop have gone to sleep: those of onnxruntime 0.03.
+# Until the threads of other processes sleep: those of onnxruntime spin for 0.03 after a call.
 SETTLE_SECONDS = 0.04
 
 
@@ -32,23 +41,34 @@ def timed(call: Callable[[Any], Any], prepare: Callable[[], Any] = lambda: None)
     return measure
 
 
-def turn(measure: Measure) -> float:
+def mean_of_calls(
+    call: Callable[[], Any], count: int, prepare: Callable[[], Any] = lambda: None
+) -> Measure:
+    """A measure: the mean seconds of so many calls in a row, after a preparation."""
+
+    def all_calls(_: Any) -> None:
+        for _ in range(count):
+            call()
+
+    measure = timed(all_calls, prepare)
+    return lambda: measure() / count
+
+
+def second_of_two(measure: Measure) -> float:
     """The second of two calls: the first finds caches and memory as others left them."""
     measure()
     return measure()
 
 
-def settled(measure: Measure) -> float:
-    """A call after others of SETTLE_SECONDS, which leave the threads of other processes asleep.
+def turn(measure: Measure) -> float:
+    """The second of two calls, begun when threads of other processes that wait in a loop sleep.
 
-    Idle time would do the same, but then one's own threads sleep too, and the system may wake two of
-    them on one core.
+    Until then this one is busy: after idle time the system may wake two threads on one core.
     """
     end = time.perf_counter() + SETTLE_SECONDS
-    measure()
     while time.perf_counter() < end:
-        measure()
-    return measure()
+        pass
+    return second_of_two(measure)
 
 
 def timed_rounds(

@@ -12,7 +12,7 @@ from kvcodec._backend import config_context
 from kvcodec.benchmark.peers.cases import PEERS, Job, Peer, PeerCase
 from kvcodec.benchmark.peers.process import PeerError, peer_process
 from kvcodec.benchmark.settings import WARMUP, Settings, Shape, cache_pair
-from kvcodec.benchmark.timing import Measure, median_ratio, settled, timed_rounds
+from kvcodec.benchmark.timing import Measure, median_ratio, timed_rounds, turn
 from kvcodec.benchmark.work import (
     attend_measure,
     encode_measure,
@@ -140,7 +140,7 @@ def _measure(case: PeerCase, job: Job, repeats: int, version: str | None) -> Pee
     """Rounds of one case."""
     with peer_process(job) as (peer, error), config_context(num_threads=job.threads):
         ours = _our_measure(case, job)
-        measures = {"ours": partial(settled, ours), "theirs": peer.measure}
+        measures = {"ours": partial(turn, ours), "theirs": peer.measure}
         samples = timed_rounds(measures, repeats, WARMUP)
     return PeerMeasurement(
         job.peer,

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvcodec.benchmark.peers.cases import PEERS, Job
 from kvcodec.benchmark.settings import Shape
-from kvcodec.benchmark.timing import settled, timed
+from kvcodec.benchmark.timing import timed, turn
 from kvcodec.benchmark.work import kv_chunks, queries, vectors
 from kvcodec.transform import fwht
 
@@ -88,7 +88,7 @@ def main() -> None:
         return
     measure = timed(lambda _: prepared.call())
     for _ in sys.stdin:
-        answer(seconds=settled(measure))
+        answer(seconds=turn(measure))
 
 
 if __name__ == "__main__":
