@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -99,7 +100,7 @@ main.add_command(evaluate)
     metavar="NAME",
     multiple=True,
     help="What to measure beside int4, by a name as of kvcodec eval: int8, lm4/lm2. Can be "
-    "repeated. By default all presets, and with --model int8.",
+    "repeated. By default all presets and lm4/lm2, and with --model int8.",
 )
 @click.option(
     "--threads",
@@ -108,9 +109,30 @@ main.add_command(evaluate)
     multiple=True,
     help="Threads. Can be repeated. By default KVCODEC_NUM_THREADS, or one for each processor.",
 )
-@click.option("--q-heads", type=click.IntRange(1), default=32, show_default=True)
-@click.option("--kv-heads", type=click.IntRange(1), default=8, show_default=True)
-@click.option("--head-dim", type=click.IntRange(1), default=128, show_default=True)
+@click.option(
+    "--q-heads",
+    type=click.IntRange(1),
+    metavar="N",
+    default=32,
+    show_default=True,
+    help="Query heads, a multiple of the KV heads.",
+)
+@click.option(
+    "--kv-heads",
+    type=click.IntRange(1),
+    metavar="N",
+    default=8,
+    show_default=True,
+    help="Heads of keys and values.",
+)
+@click.option(
+    "--head-dim",
+    type=click.IntRange(1),
+    metavar="N",
+    default=128,
+    show_default=True,
+    help="Channels of a head; codecs that rotate need one that a Hadamard matrix is known for.",
+)
 @click.option(
     "--repeats",
     type=click.IntRange(1),
@@ -129,8 +151,8 @@ main.add_command(evaluate)
 @click.option(
     "--peers",
     is_flag=True,
-    help="Measure other libraries too, those of torch, onnxruntime, openvino, llama-cpp-python, "
-    "fht-cpu and faiss-cpu that are installed (extra bench).",
+    help="Measure other libraries too, those of torch, onnxruntime, openvino, fht-cpu, faiss-cpu "
+    "(extra bench) and llama-cpp-python that are installed.",
 )
 @click.option(
     "--llama",
@@ -192,7 +214,7 @@ def bench(
     check_distinct(json_file=json_file, plot_file=plot_file)
     check_memory(settings, peers or bool(libraries))
     machine = benchmark.describe_machine()
-    _warn_of_load(machine["load"])
+    _warn_of_load(machine["load"], settings.threads)
     try:
         with progress_bar("measuring") as progress:
             rows = benchmark.run_benchmark(settings, progress)
@@ -216,15 +238,19 @@ def bench(
             click.echo(f"Not measured: {name}: {reason}")
 
 
-def _warn_of_load(load: float | None) -> None:
-    """Say that figures will be of no use while other work runs."""
-    if load is not None and load > MOST_LOAD:
-        click.echo(
-            f"Warning: the load of the last minute was {load:.2f}, and above {MOST_LOAD} other "
-            "work makes figures of several threads worthless; OMP_WAIT_POLICY=passive in the "
-            "environment makes threads that wait for each other sleep.",
-            err=True,
-        )
+def _warn_of_load(load: float | None, threads: Sequence[int]) -> None:
+    """Say that figures will be of little use while other work runs."""
+    if load is None or load <= MOST_LOAD:
+        return
+    warning = (
+        f"Warning: the load of the last minute was {load:.2f}, and above {MOST_LOAD} other work "
+    )
+    warning += (
+        "disturbs figures" if max(threads) == 1 else "makes those of several threads worthless"
+    )
+    if max(threads) > 1 and os.environ.get("OMP_WAIT_POLICY", "").lower() != "passive":
+        warning += "; OMP_WAIT_POLICY=passive in the environment makes threads that wait sleep"
+    click.echo(f"{warning}.", err=True)
 
 
 def _check_together(context: click.Context) -> None:
@@ -245,8 +271,8 @@ def _bench_model(settings: ModelSettings, json_file: str | None) -> None:
 
     check_files(json_file)
     machine = benchmark.describe_machine()
-    _warn_of_load(machine["load"])
     model = load_language_model(settings.path)
+    _warn_of_load(machine["load"], settings.threads)
     with progress_bar("measuring") as progress:
         rows, missing = benchmark.run_model_benchmark(model, settings, progress)
     if json_file is not None:

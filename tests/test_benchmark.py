@@ -145,7 +145,19 @@ def test_a_load_before_is_warned_of(run, load, number, warned):
     assert err.count("\n") == warned
     if warned:
         assert err.startswith(f"Warning: the load of the last minute was {number:.2f}, ")
-        assert "OMP_WAIT_POLICY=passive" in err
+
+
+@pytest.mark.parametrize(
+    ("threads", "policy", "advised"), [(1, None, 0), (2, None, 1), (2, "passive", 0)]
+)
+def test_the_warning_fits_the_run(run, load, monkeypatch, threads, policy, advised):
+    load(3)
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if policy is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", policy)
+    _, _, err = run(*TINY, "--threads", threads, "--json")
+    assert ("those of several threads" in err) == (threads > 1)
+    assert ("OMP_WAIT_POLICY=passive" in err) == bool(advised)
 
 
 def test_codecs_are_measured_once():
@@ -193,6 +205,7 @@ def test_a_picture_is_drawn(run, tmp_path):
         (("--plot", "times.gif"), "plot must be a file ending in .pdf, .png, .svg"),
         (("--json", "times.svg", "--plot", "times.svg"), "must be another file"),
         (("--llama", "/nowhere"), "--llama must be a shared library of ggml"),
+        (("--llama", __file__), "cannot be loaded: "),
         (("--ik-llama", os.path.dirname(__file__)), "--ik-llama must be a shared library"),
         (("--peer",), "No such option"),
         (("more",), "unexpected extra argument"),

@@ -74,6 +74,17 @@ def test_scores_and_value_sums_at_every_size(codec):
             assert_equivalent(lambda p, v, b: twin("value_sums")(p, v, b), probabilities, v, bits)
 
 
+@pytest.mark.parametrize("scale_dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("group_size", [5, 8, 16, 32])
+def test_value_sums_of_any_number_of_groups(group_size, scale_dtype):
+    codec = kv.codec("kivi4", group_size=group_size, block=group_size, scale_dtype=scale_dtype)
+    for head_dim in (32, 40, 64, 96, 128, 256):
+        for tokens in (64, 65, 90):
+            v = encoded(codec, "value", tokens, head_dim)
+            probabilities = random(1, 2, 3, tokens) ** 2
+            assert_equivalent(lambda p, v: twin("value_sums")(p, v, 7), probabilities, v)
+
+
 @pytest.mark.parametrize("codec", [c for c in CODECS if c.rotation == "none"], ids=repr)
 def test_every_head_dim_around_a_lane(codec):
     for head_dim in SIZES[1:]:

@@ -1,13 +1,13 @@
 # What to fetch while attention goes over tiles (fetch.h). Pages of 4 KiB are what the processor's
 # prefetcher goes by: so that each stream has pages of its own, two tiles or, of small ones, more
 # are fetched together. They lie side by side, but for those in different pages of tokens. Their
-# scales and centers are fetched tile by tile. The exact values of a tile are fetched during the
-# products with its keys, and the next tile's keys while the values are summed.
+# scales and centers are fetched tile by tile. Where both sides are exact, the values of a tile are
+# fetched during the products with its keys, and keys of the next one while they are summed.
 
 cdef enum:
     MEMORY_PAGE = 4096
     MOST_TILES = 8             # that are fetched together
-    EXACT_BATCH = 16           # exact tokens between whose products or sums others are fetched
+    EXACT_BATCH = 16           # exact tokens between two rounds of fetching
     MOST_ARRAYS = 8            # scales, zero points, centers and their scales of both sides
 
 
@@ -155,7 +155,7 @@ cdef inline void look_ahead(Ahead *ahead, Py_ssize_t index, Py_ssize_t tile,
 
 cdef inline void fetch_exact(const Side *side, Py_ssize_t head, Py_ssize_t t,
                              Py_ssize_t count) noexcept nogil:
-    """Have exact tokens in the cache when they are read."""
+    """Have exact tokens in the cache when they are read; none where `count` is not positive."""
     cdef Py_ssize_t size = 4 if side.exact != NULL else 2, line
     cdef size_t at = <size_t> side.exact if side.exact != NULL else <size_t> side.bfloat16
     at += (head * side.pitch + t) * side.n * size

@@ -4,8 +4,8 @@
    and what the group's midpoints add is q . middle. Scales and midpoints are brought to float32
    once for all rows; four rows are read twice from the first-level cache, first for their largest
    products and their sums, then to be rounded, and share the steps across lanes. The scales of
-   groups of channels lie token by token and are brought into rows of a tile's tokens, all groups at
-   once, and two groups of a token in bfloat16 at a time. */
+   groups of channels lie token by token and are brought into rows of a tile's tokens, a group at a
+   time in float32 and two neighbouring ones in bfloat16. */
 
 #ifndef KVCODEC_FOLD_H
 #define KVCODEC_FOLD_H
@@ -62,13 +62,15 @@ static void load_group(const void *scales, const void *zero_points, Py_ssize_t a
                        int bfloat16, float half, float *scale, float *middle)
 {
     Py_ssize_t i = 0;
-    for (; bfloat16 && i + LANES <= n; i += LANES)
-        store_group(load_bfloat16((const uint16_t *)scales + at + i),
-                    load_bfloat16((const uint16_t *)zero_points + at + i), half, scale + i,
-                    middle + i);
-    for (; !bfloat16 && i + LANES <= n; i += LANES)
-        store_group(load((const float *)scales + at + i), load((const float *)zero_points + at + i),
-                    half, scale + i, middle + i);
+    if (bfloat16)
+        for (; i + LANES <= n; i += LANES)
+            store_group(load_bfloat16((const uint16_t *)scales + at + i),
+                        load_bfloat16((const uint16_t *)zero_points + at + i), half, scale + i,
+                        middle + i);
+    else
+        for (; i + LANES <= n; i += LANES)
+            store_group(load((const float *)scales + at + i),
+                        load((const float *)zero_points + at + i), half, scale + i, middle + i);
     for (; i < n; i++) {
         scale[i] = stored_float(scales, at + i, bfloat16);
         middle[i] = stored_float(zero_points, at + i, bfloat16) + half * scale[i];
@@ -165,60 +167,62 @@ static void fold_rows(const float *q, Py_ssize_t stride, Py_ssize_t rows, const 
         fold_some(q, stride, 1, scale, middle, n, depth, y, r, folded);
 }
 
-/* Two neighbouring groups of LANES tokens, of numbers in bfloat16 that lie token by token: in the
-   lower and in the upper half of each lane. */
 #if LANES == 16
+/* Where the numbers of a group lie, of tokens with so many groups. */
+INLINE __m512i places_of_tokens(Py_ssize_t groups)
+{
+    const __m512i tokens = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    return _mm512_mullo_epi32(tokens, _mm512_set1_epi32((int)groups));
+}
+
 /* Those of 32 dwords that are at these places, taken modulo 32. */
 INLINE __m512i dwords_at(const uint16_t *x, __m512i places)
 {
     return _mm512_permutex2var_epi32(_mm512_loadu_si512(x), places, _mm512_loadu_si512(x + 32));
 }
+#elif defined(__AVX2__)
+INLINE __m256i places_of_tokens(Py_ssize_t groups)
+{
+    const __m256i tokens = _mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0);
+    return _mm256_mullo_epi32(tokens, _mm256_set1_epi32((int)groups));
+}
+#endif
 
+/* Two neighbouring groups, from the `first` on, of LANES tokens with bfloat16 numbers: in the lower
+   and in the upper half of each lane. */
 INLINE vint pairs_of_groups(const uint16_t *x, Py_ssize_t groups, Py_ssize_t first)
 {
-    const __m512i tokens = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    const __m512i pair = _mm512_set1_epi32((int)first / 2);
+#if LANES == 16
+    /* Loads and permutes are faster than gathering. The usual 32 channels a group are two, four and
+       eight groups at a head_dim of 64, 128 and 256, and pairs of these begin at even ones. */
+    const __m512i places = _mm512_add_epi32(places_of_tokens(groups / 2),
+                                            _mm512_set1_epi32((int)first / 2));
     if (groups == 2)
         return (vint)_mm512_loadu_si512(x);
     if (groups == 4)
-        return (vint)dwords_at(x, _mm512_add_epi32(_mm512_slli_epi32(tokens, 1), pair));
-    if (groups == 8) {
-        const __m512i places = _mm512_add_epi32(_mm512_slli_epi32(tokens, 2), pair);
+        return (vint)dwords_at(x, places);
+    if (groups == 8)  /* 32 dwords are those of eight tokens, so only half of the lanes count */
         return (vint)_mm512_inserti64x4(dwords_at(x, places),
                                         _mm512_castsi512_si256(dwords_at(x + 64, places)), 1);
-    }
-    return (vint)_mm512_i32gather_epi32(
-        _mm512_mullo_epi32(tokens, _mm512_set1_epi32((int)groups)), x + first, 2);
-}
+    return (vint)_mm512_i32gather_epi32(places_of_tokens(groups), x + first, 2);
 #elif defined(__AVX2__)
-INLINE vint pairs_of_groups(const uint16_t *x, Py_ssize_t groups, Py_ssize_t first)
-{
-    const __m256i tokens = _mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0);
-    return (vint)_mm256_i32gather_epi32(
-        (const int *)(x + first), _mm256_mullo_epi32(tokens, _mm256_set1_epi32((int)groups)), 2);
-}
+    return (vint)_mm256_i32gather_epi32((const int *)(x + first), places_of_tokens(groups), 2);
 #else
-INLINE vint pairs_of_groups(const uint16_t *x, Py_ssize_t groups, Py_ssize_t first)
-{
     vint pairs;
     x += first;
     for (int t = 0; t < LANES; t++)
         pairs[t] = (int32_t)(x[t * groups] | (uint32_t)x[t * groups + 1] << 16);
     return pairs;
-}
 #endif
+}
 
-/* A group's numbers of LANES tokens. */
+/* A group's float32 numbers of LANES tokens. */
 INLINE vfloat numbers_of_group(const float *x, Py_ssize_t groups)
 {
 #if LANES == 16
-    const __m512i tokens = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    return (vfloat)_mm512_i32gather_ps(
-        _mm512_mullo_epi32(tokens, _mm512_set1_epi32((int)groups)), x, 4);
+    return (vfloat)_mm512_i32gather_ps(places_of_tokens(groups), x, 4);
 #elif defined(__AVX2__)
-    const __m256i tokens = _mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0);
-    return (vfloat)_mm256_i32gather_ps(
-        x, _mm256_mullo_epi32(tokens, _mm256_set1_epi32((int)groups)), 4);
+    return (vfloat)_mm256_i32gather_ps(x, places_of_tokens(groups), 4);
 #else
     vfloat numbers;
     for (int t = 0; t < LANES; t++)
@@ -230,33 +234,51 @@ INLINE vfloat numbers_of_group(const float *x, Py_ssize_t groups)
 INLINE vfloat lower_bfloat16(vint pairs) { return (vfloat)(pairs << 16); }
 INLINE vfloat upper_bfloat16(vint pairs) { return (vfloat)(pairs & (int32_t)0xffff0000); }
 
+/* Scales and midpoints of LANES tokens, those of a group 64 apart from the next one's. */
+INLINE void load_float_groups(const float *scales, const float *zero_points, Py_ssize_t groups,
+                              float half, float *scale, float *middle)
+{
+    for (Py_ssize_t g = 0; g < groups; g++)
+        store_group(numbers_of_group(scales + g, groups),
+                    numbers_of_group(zero_points + g, groups), half, scale + g * 64,
+                    middle + g * 64);
+}
+
+/* The same of bfloat16 numbers and two groups or more, of which the last of an odd number comes with
+   the one before. */
+INLINE void load_bfloat16_groups(const uint16_t *scales, const uint16_t *zero_points,
+                                 Py_ssize_t groups, float half, float *scale, float *middle)
+{
+    for (Py_ssize_t g = 0; g < groups; g += 2) {
+        const Py_ssize_t first = g + 1 < groups ? g : g - 1;
+        const vint s = pairs_of_groups(scales, groups, first);
+        const vint zero = pairs_of_groups(zero_points, groups, first);
+        float *to = scale + first * 64, *to_middle = middle + first * 64;
+        store_group(lower_bfloat16(s), lower_bfloat16(zero), half, to, to_middle);
+        store_group(upper_bfloat16(s), upper_bfloat16(zero), half, to + 64, to_middle + 64);
+    }
+}
+
 /* Scales and midpoints of a tile's tokens, those of a group side by side; missing tokens get zeros. */
 static void load_channel_groups(const void *scales, const void *zero_points, Py_ssize_t at,
                                 Py_ssize_t groups, Py_ssize_t tokens, int bfloat16, float half,
                                 float *scale, float *middle)
 {
     Py_ssize_t t = 0;
-    for (; !bfloat16 && t + LANES <= tokens; t += LANES)
-        for (Py_ssize_t g = 0; g < groups; g++) {
-            const Py_ssize_t from = (at + t) * groups + g, to = g * 64 + t;
-            store_group(numbers_of_group((const float *)scales + from, groups),
-                        numbers_of_group((const float *)zero_points + from, groups), half,
-                        scale + to, middle + to);
-        }
-    for (; bfloat16 && groups == 1 && t + LANES <= tokens; t += LANES)
-        store_group(load_bfloat16((const uint16_t *)scales + at + t),
-                    load_bfloat16((const uint16_t *)zero_points + at + t), half, scale + t,
-                    middle + t);
-    for (; bfloat16 && groups > 1 && t + LANES <= tokens; t += LANES)
-        for (Py_ssize_t g = 0; g < groups; g += 2) {
-            const Py_ssize_t first = g + 1 < groups ? g : g - 1;  /* the last of an odd number */
-            const Py_ssize_t from = (at + t) * groups, to = first * 64 + t;
-            const vint s = pairs_of_groups((const uint16_t *)scales + from, groups, first);
-            const vint zero = pairs_of_groups((const uint16_t *)zero_points + from, groups, first);
-            store_group(lower_bfloat16(s), lower_bfloat16(zero), half, scale + to, middle + to);
-            store_group(upper_bfloat16(s), upper_bfloat16(zero), half, scale + to + 64,
-                        middle + to + 64);
-        }
+    if (groups == 1) {
+        load_group(scales, zero_points, at, tokens, bfloat16, half, scale, middle);
+        t = tokens;
+    }
+    for (; t + LANES <= tokens; t += LANES) {
+        const Py_ssize_t from = (at + t) * groups;
+        if (bfloat16)
+            load_bfloat16_groups((const uint16_t *)scales + from,
+                                 (const uint16_t *)zero_points + from, groups, half, scale + t,
+                                 middle + t);
+        else
+            load_float_groups((const float *)scales + from, (const float *)zero_points + from,
+                              groups, half, scale + t, middle + t);
+    }
     for (; t < tokens; t++)
         for (Py_ssize_t g = 0; g < groups; g++) {
             const float s = stored_float(scales, (at + t) * groups + g, bfloat16);

@@ -56,15 +56,18 @@ cdef inline void add_float_values(const Side *values, const uint8_t *tile, Py_ss
                 plan.table, work.scores, TILE, rows, sums, work.n, fetch_of(work))
 
 
-cdef inline void add_exact_values(const Unit *unit, Py_ssize_t first, Py_ssize_t next_keys,
+cdef inline void add_exact_values(const Unit *unit, Py_ssize_t first, Py_ssize_t next_count,
                                   Py_ssize_t rows, float *sums, Work *work) noexcept nogil:
-    """sums += sum_t p_t v_t of a tile's exact values; so many keys after it are fetched meanwhile."""
+    """sums += sum_t p_t v_t of a tile's exact values; meanwhile keys of the next tile are fetched.
+
+    There are `next_count` of them. Without any all values are summed at once, in registers.
+    """
     cdef Py_ssize_t n = unit.values.n, t = work.low, ahead = 0, count
-    cdef Py_ssize_t most = EXACT_BATCH if next_keys > 0 else TILE
+    cdef Py_ssize_t most = EXACT_BATCH if next_count > 0 else TILE
     cdef const float *token = floats_at(unit.values, unit.value_head, first, TILE, work)
     while t < work.high:
         count = min(most, work.high - t)
-        fetch_exact(unit.keys, unit.key_head, first + TILE + ahead, min(count, next_keys - ahead))
+        fetch_exact(unit.keys, unit.key_head, first + TILE + ahead, min(count, next_count - ahead))
         add_scaled_tokens(token + t * n, count, n, work.scores + t, TILE, rows, sums, work.n)
         ahead += count
         t += count

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
+import sys
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -161,6 +163,12 @@ PEERS: tuple[Peer, ...] = (
 )
 """The libraries, in the order in which they run."""
 
+LOAD = """
+import sys
+from kvcodec.benchmark.peers.ggml_attention import Library
+Library(sys.argv[1])
+"""
+
 
 def check_library(path: str | os.PathLike[str], option: str) -> str:
     """The path of a shared library, or of a folder of them, made absolute.
@@ -168,7 +176,7 @@ def check_library(path: str | os.PathLike[str], option: str) -> str:
     Raises
     ------
     ValueError
-        If there is none.
+        If there is none, or if it cannot be loaded, which a process of its own tries.
     """
     found = Path(path).resolve()
     folder_of_some = found.is_dir() and any(found.glob("libggml*"))
@@ -176,5 +184,14 @@ def check_library(path: str | os.PathLike[str], option: str) -> str:
         raise ValueError(
             f"{option} must be a shared library of ggml or the folder that holds it, but "
             f"{str(path)!r} was given."
+        )
+    tried = subprocess.run(
+        [sys.executable, "-c", LOAD, str(found)], capture_output=True, text=True, check=False
+    )
+    if tried.returncode:
+        reason = (tried.stderr.split("\n")[-2:] or [""])[0].removesuffix(".")
+        raise ValueError(
+            f"{option} must be a shared library of ggml or the folder that holds it, but "
+            f"{str(path)!r} cannot be loaded: {reason}."
         )
     return str(found)
