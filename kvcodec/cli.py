@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +77,18 @@ def main(context: click.Context) -> None:
 main.add_command(evaluate)
 
 
+def _shape_option(name: str, default: int, description: str) -> Callable[[Any], Any]:
+    """An option for a part of the shape that is measured."""
+    return click.option(
+        name,
+        type=click.IntRange(1),
+        metavar="N",
+        default=default,
+        show_default=True,
+        help=description,
+    )
+
+
 @main.command("bench")
 @click.option(
     "--model",
@@ -109,29 +121,12 @@ main.add_command(evaluate)
     multiple=True,
     help="Threads. Can be repeated. By default KVCODEC_NUM_THREADS, or one for each processor.",
 )
-@click.option(
-    "--q-heads",
-    type=click.IntRange(1),
-    metavar="N",
-    default=32,
-    show_default=True,
-    help="Query heads, a multiple of the KV heads.",
-)
-@click.option(
-    "--kv-heads",
-    type=click.IntRange(1),
-    metavar="N",
-    default=8,
-    show_default=True,
-    help="Heads of keys and values.",
-)
-@click.option(
+@_shape_option("--q-heads", 32, "Query heads, a multiple of the KV heads.")
+@_shape_option("--kv-heads", 8, "Heads of keys and values.")
+@_shape_option(
     "--head-dim",
-    type=click.IntRange(1),
-    metavar="N",
-    default=128,
-    show_default=True,
-    help="Channels of a head; codecs that rotate need one that a Hadamard matrix is known for.",
+    128,
+    "Channels of a head; codecs that rotate need one that a Hadamard matrix is known for.",
 )
 @click.option(
     "--repeats",
@@ -242,13 +237,11 @@ def _warn_of_load(load: float | None, threads: Sequence[int]) -> None:
     """Say that figures will be of little use while other work runs."""
     if load is None or load <= MOST_LOAD:
         return
-    warning = (
-        f"Warning: the load of the last minute was {load:.2f}, and above {MOST_LOAD} other work "
-    )
-    warning += (
-        "disturbs figures" if max(threads) == 1 else "makes those of several threads worthless"
-    )
-    if max(threads) > 1 and os.environ.get("OMP_WAIT_POLICY", "").lower() != "passive":
+    several = max(threads) > 1
+    harm = "makes figures of several threads worthless" if several else "disturbs figures"
+    warning = f"Warning: the load of the last minute was {load:.2f}, and above {MOST_LOAD} other "
+    warning += f"work {harm}"
+    if several and os.environ.get("OMP_WAIT_POLICY", "").lower() != "passive":
         warning += "; OMP_WAIT_POLICY=passive in the environment makes threads that wait sleep"
     click.echo(f"{warning}.", err=True)
 

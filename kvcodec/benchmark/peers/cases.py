@@ -189,7 +189,8 @@ def check_library(path: str | os.PathLike[str], option: str) -> str:
         [sys.executable, "-c", LOAD, str(found)], capture_output=True, text=True, check=False
     )
     if tried.returncode:
-        reason = (tried.stderr.split("\n")[-2:] or [""])[0].removesuffix(".")
+        said = tried.stderr.strip().split("\n")[-1].removesuffix(".")
+        reason = said or f"exit code {tried.returncode}"
         raise ValueError(
             f"{option} must be a shared library of ggml or the folder that holds it, but "
             f"{str(path)!r} cannot be loaded: {reason}."
